@@ -1,0 +1,129 @@
+"""Turn logits into the law that tokens are drawn from.
+
+Order of operations, the same for policy and draft: divide by the temperature, keep the top k, keep the nucleus of
+mass p, renormalise. Everything here is float32 whatever comes in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+# One stream per purpose, so that the uniform that proposes a token is independent of the one that judges it.
+PROPOSE, ACCEPT, COMMIT = 0, 1, 2
+_STREAMS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are drawn from logits; applied alike to the policy's law p and the draft's law q."""
+
+    temperature: float = 1.0
+    """0 means greedy: the law is one-hot on the largest logit."""
+    top_k: int = 0
+    """0 keeps all tokens."""
+    top_p: float = 1.0
+    """Mass of the nucleus in (0, 1]; 1 keeps all tokens."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that name no law."""
+        if not (0.0 <= self.temperature < float("inf")):
+            raise ValueError(f"temperature={self.temperature} must be finite and >= 0; use 0 for greedy decoding")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be >= 0; use 0 to keep all tokens")
+        if not (0.0 < self.top_p <= 1.0):
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; use 1 to keep all tokens")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the law is one-hot."""
+        return self.temperature == 0.0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k or top-p cut the support."""
+        return self.top_k > 0 or self.top_p < 1.0
+
+
+def support(
+    logits: Float[Array, "*b V"], sampling: SamplingConfig, keep: Int[Array, "*b"] | None = None
+) -> Bool[Array, "*b V"]:
+    """Tokens that top-k and top-p leave in the law. Ties are broken towards the smaller id.
+
+    Args:
+        logits: already divided by the temperature, float32.
+        sampling: the filters.
+        keep: a token that stays in the support whatever the filters say. The trainer passes the sampled token here:
+            it was inside the support when it was drawn, and rounding must not push it out afterwards.
+    """
+    vocab = logits.shape[-1]
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    rank = jnp.argsort(order, axis=-1, stable=True)
+    kept = rank < (sampling.top_k if sampling.top_k > 0 else vocab)
+    if sampling.top_p < 1.0:
+        probs = jax.nn.softmax(jnp.where(kept, logits, -jnp.inf), axis=-1)
+        sorted_probs = jnp.take_along_axis(probs, order, axis=-1)
+        mass_before = jnp.cumsum(sorted_probs, axis=-1) - sorted_probs
+        kept &= jnp.take_along_axis(mass_before, rank, axis=-1) < sampling.top_p
+    if keep is not None:
+        kept |= jnp.arange(vocab) == keep[..., None]
+    return kept
+
+
+def log_law(
+    logits: Float[Array, "*b V"], sampling: SamplingConfig, keep: Int[Array, "*b"] | None = None
+) -> Float[Array, "*b V"]:
+    """Log of the law that tokens are drawn from: log softmax of the tempered, filtered logits.
+
+    In any float dtype, computed and returned in float32. Tokens outside the support get -inf. With temperature 0 the
+    law is one-hot on the largest logit (ties towards the smaller id), so the result is 0 there and -inf elsewhere.
+    """
+    logits = logits.astype(jnp.float32)
+    if sampling.greedy:
+        best = jnp.argmax(logits, axis=-1, keepdims=True)
+        return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf).astype(jnp.float32)
+    if sampling.temperature != 1.0:
+        logits = logits / sampling.temperature
+    if sampling.filtered:
+        logits = jnp.where(support(logits, sampling, keep), logits, -jnp.inf)
+    return jax.nn.log_softmax(logits, axis=-1)
+
+
+def law(logits: Float[Array, "*b V"], sampling: SamplingConfig) -> Float[Array, "*b V"]:
+    """The law itself: exp of `log_law`, float32."""
+    return jnp.exp(log_law(logits, sampling))
+
+
+def draw(weights: Float[Array, "*b V"], uniform: Float[Array, "*b"]) -> Int[Array, "*b"]:
+    """Draw ids with probability weights / sum(weights) by inverting the cumulative sum.
+
+    The id is the first one whose cumulative weight exceeds uniform * sum and whose own weight is positive. The second
+    condition matters: a parallel prefix sum in float32 need not be monotone, so without it an id of weight 0 could be
+    drawn once in 10^8. Resolution is that of a float32 uniform, 2^-23, as in Gumbel sampling in float32.
+
+    Args:
+        weights: float32, >= 0, some entry positive in each row.
+        uniform: float32 in [0, 1).
+    """
+    cumulative = jnp.cumsum(weights, axis=-1)
+    threshold = (uniform * cumulative[..., -1])[..., None]
+    candidates = (cumulative > threshold) & (weights > 0)
+    # A non-monotone prefix sum may leave no candidate for a uniform next to 1; the mode is then a member of the law.
+    fallback = jnp.argmax(weights, axis=-1)
+    return jnp.where(jnp.any(candidates, axis=-1), jnp.argmax(candidates, axis=-1), fallback).astype(jnp.int32)
+
+
+def request_uniforms(keys: Key[Array, " B"], length: int) -> Float[Array, "B S 3"]:
+    """Uniforms in [0, 1) for each (request, position, stream); streams are PROPOSE, ACCEPT, COMMIT.
+
+    The value at a position depends on the request's own key and on the position alone: not on the batch, on the
+    capacity `length`, or on how many rounds it took to get there.
+    """
+
+    def at(key: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, position), (_STREAMS,), jnp.float32)
+
+    return jax.vmap(jax.vmap(at, in_axes=(None, 0)), in_axes=(0, None))(keys, jnp.arange(length))
