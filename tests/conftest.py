@@ -1,0 +1,44 @@
+"""Makes every test session strict: CPU, no silent promotion, annotations executed."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported, and inherited by the processes that tests start
+
+import jax
+import jaxtyping
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MULTIDEVICE = REPOSITORY / "tests" / "multidevice"
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Compiled programs are kept between sessions; the size limit also turns on the lock that makes sharing safe.
+# One folder a machine, since an executable is only good for the processor it was compiled on.
+jax.config.update("jax_compilation_cache_dir", str(REPOSITORY / ".cache" / f"jax-{platform.node()}"))
+jax.config.update("jax_compilation_cache_max_size", 2**30)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+# An int where a float is asked for is fine, as for every type checker (the "numeric tower").
+jaxtyping.install_import_hook(
+    ["draftco_jax", "pallas_kernels"], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves tests/multidevice out unless it is named: the device count is fixed when JAX starts."""
+    named = [Path(arg.split("::")[0]).resolve() for arg in config.args]
+    if collection_path == MULTIDEVICE and not any(path.is_relative_to(MULTIDEVICE) for path in named):
+        return True
+    return None
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The repository's root folder."""
+    return REPOSITORY
