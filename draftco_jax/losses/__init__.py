@@ -1,0 +1,1 @@
+"""Pure loss functions on arrays."""
