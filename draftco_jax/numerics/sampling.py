@@ -60,6 +60,7 @@ def support(
             it was inside the support when it was drawn, and rounding must not push it out afterwards.
     """
     vocab = logits.shape[-1]
+    ids = jnp.expand_dims(jnp.arange(vocab), range(logits.ndim - 1))
     order = jnp.argsort(-logits, axis=-1, stable=True)
     rank = jnp.argsort(order, axis=-1, stable=True)
     kept = rank < (sampling.top_k if sampling.top_k > 0 else vocab)
@@ -69,7 +70,7 @@ def support(
         mass_before = jnp.cumsum(sorted_probs, axis=-1) - sorted_probs
         kept &= jnp.take_along_axis(mass_before, rank, axis=-1) < sampling.top_p
     if keep is not None:
-        kept |= jnp.arange(vocab) == keep[..., None]
+        kept |= ids == keep[..., None]
     return kept
 
 
@@ -84,7 +85,8 @@ def log_law(
     logits = logits.astype(jnp.float32)
     if sampling.greedy:
         best = jnp.argmax(logits, axis=-1, keepdims=True)
-        return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf).astype(jnp.float32)
+        ids = jnp.expand_dims(jnp.arange(logits.shape[-1]), range(logits.ndim - 1))
+        return jnp.where(ids == best, 0.0, -jnp.inf).astype(jnp.float32)
     if sampling.temperature != 1.0:
         logits = logits / sampling.temperature
     if sampling.filtered:

@@ -1,0 +1,1 @@
+"""Generation: propose, verify, commit; lossless at any temperature."""

@@ -1,0 +1,355 @@
+"""Generate: one jitted program per call, plain or speculative, with static shapes and no host round trip.
+
+    plain         prefill, then one token per step
+    speculative   prefill, then rounds of propose (k drafts), verify (one target forward over k + 1 tokens), commit
+
+Requests of a batch advance by their own accepted lengths. Nothing is copied to roll back: caches continue from an
+earlier position (`models.kv_cache`). A request's tokens depend on its own key, prompt and weights only.
+
+Letters: B requests, L prompt capacity, M new-token capacity, k drafts, V vocabulary, D width, A taps width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from draftco_jax.decoding.propose import propose_chain
+from draftco_jax.decoding.rejection import verify
+from draftco_jax.drafts.eagle3.module import Eagle3
+from draftco_jax.models.kv_cache import LayerCache
+from draftco_jax.models.transformer import Decoder
+from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, SamplingConfig, draw, log_law, request_uniforms
+from draftco_jax.types import Rollouts
+
+Weights = Any  # parameter tree in the rollout layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """Static sizes and ids of a generate program; a change of any of them compiles anew."""
+
+    prompt_capacity: int
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    pad_id: int
+
+    def __post_init__(self) -> None:
+        """Refuse capacities that hold nothing."""
+        for name in ("prompt_capacity", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1; give the longest length to be served")
+
+
+class Request(NamedTuple):
+    """What a generate call is given."""
+
+    prompts: jax.Array  # i32[B, L] right-padded
+    prompt_lengths: jax.Array  # i32[B], 1..L
+    keys: jax.Array  # key[B], one per request
+
+
+class _Output(NamedTuple):
+    """Response so far; slots at and after `count` hold nothing that is read."""
+
+    tokens: jax.Array  # i32[B, M + k]
+    logprobs: jax.Array  # f32[B, M + k]
+    count: jax.Array  # i32[B]
+    stopped: jax.Array  # bool[B]
+
+
+class _Stats(NamedTuple):
+    rounds: jax.Array  # i32[B]
+    committed: jax.Array  # i32[B]
+    accepted: jax.Array  # i32[B, k]
+
+
+def generate_plain(
+    graphs: tuple[nnx.GraphDef, None], weights: tuple[Weights, None], request: Request, *, shape: EngineShape,
+    sampling: SamplingConfig,
+) -> Rollouts:  # fmt: skip
+    """Plain decoding: one target forward per token."""
+    policy: Decoder = nnx.merge(graphs[0], weights[0])
+    uniforms = _uniforms(request, shape, 0)
+    logits, _, cache = _prefill(policy, request, shape, 0, ())
+    newest, out = _first_token(logits, uniforms, request, shape, sampling, 0)
+
+    def running(carry: tuple) -> Bool[Array, ""]:
+        return ~jnp.all(_done(carry[2], shape))
+
+    def body(carry: tuple) -> tuple:
+        newest, cache, out, step = carry
+        position = request.prompt_lengths + out.count - 1
+        hidden, _, cache = policy.step(newest[:, None], position, cache, tap_layers=())
+        laws = log_law(policy.logits(hidden[:, 0]), sampling)
+        uniform = _at(uniforms, position + 1, 1)[:, 0, COMMIT]
+        newest = draw(jnp.exp(laws), uniform)
+        live = ~_done(out, shape)
+        out = _Output(
+            # Every live row writes the same column; finished rows write past their count.
+            tokens=jax.lax.dynamic_update_slice(out.tokens, newest[:, None], (0, step)),
+            logprobs=jax.lax.dynamic_update_slice(out.logprobs, _pick(laws, newest)[:, None], (0, step)),
+            count=out.count + live.astype(jnp.int32),
+            stopped=out.stopped | (live & _is_stop(newest, shape)),
+        )
+        return newest, cache, out, step + 1
+
+    out = jax.lax.while_loop(running, body, (newest, cache, out, jnp.int32(1)))[2]
+    zeros = jnp.zeros_like(out.count)
+    return _assemble(request, out, _Stats(zeros, zeros, jnp.zeros((zeros.shape[0], 0), jnp.int32)), shape)
+
+
+def generate_speculative(
+    graphs: tuple[nnx.GraphDef, nnx.GraphDef], weights: tuple[Weights, Weights], request: Request, *,
+    shape: EngineShape, sampling: SamplingConfig, draft_length: int,
+) -> Rollouts:  # fmt: skip
+    """Speculative decoding with a chain draft; the output law is that of `generate_plain`."""
+    policy: Decoder = nnx.merge(graphs[0], weights[0])
+    draft: Eagle3 = nnx.merge(graphs[1], weights[1])
+    taps_of, k = draft.cfg.tap_layers, draft_length
+    embedding = policy.embed_tokens[...]
+    uniforms = _uniforms(request, shape, k)
+    logits, taps, cache = _prefill(policy, request, shape, k, taps_of)
+    newest, out = _first_token(logits, uniforms, request, shape, sampling, k)
+    hidden, draft_cache = _draft_prefill(draft, embedding, taps, newest, request, shape, k)
+    stats = _Stats(jnp.zeros_like(out.count), jnp.zeros_like(out.count), jnp.zeros((out.count.shape[0], k), jnp.int32))
+
+    def running(carry: tuple) -> Bool[Array, ""]:
+        return ~jnp.all(_done(carry[4], shape))
+
+    def body(carry: tuple) -> tuple:
+        newest, hidden, cache, draft_cache, out, stats = carry
+        anchor = request.prompt_lengths + out.count - 1  # position of the newest committed token
+        ahead = _at(uniforms, anchor + 1, k + 1)
+        drafts, q, draft_cache = propose_chain(
+            draft, embedding, hidden, anchor, draft_cache, ahead[:, :k, PROPOSE], sampling
+        )
+        block = jnp.concatenate([newest[:, None], drafts], axis=1)
+        states, taps, cache = policy.step(block, anchor, cache, tap_layers=taps_of)
+        laws = log_law(policy.logits(states), sampling)
+        accepted, final = verify(jnp.exp(laws), q, drafts, ahead[:, :k, ACCEPT], ahead[:, :, COMMIT])
+        tokens = _committed_tokens(drafts, accepted, final)
+        out, stats, count = _commit(out, stats, tokens, _pick(laws, tokens), accepted, shape)
+        # Rewrite the draft's cache at the verified indices from TRUE target features: index s reads taps_s, x_{s+1}.
+        fused = draft.fc(taps)
+        states, draft_cache = draft.step(embedding[tokens], fused, anchor, draft_cache)
+        last = jnp.maximum(count - 1, 0)[:, None]
+        newest = jnp.where(count > 0, jnp.take_along_axis(tokens, last, axis=1)[:, 0], newest)
+        hidden = jnp.take_along_axis(states, last[..., None], axis=1)[:, 0]
+        return newest, hidden, cache, draft_cache, out, stats
+
+    carry = (newest, hidden, cache, draft_cache, out, stats)
+    *_, out, stats = jax.lax.while_loop(running, body, carry)
+    return _assemble(request, out, stats, shape)
+
+
+def _prefill(
+    policy: Decoder, request: Request, shape: EngineShape, lookahead: int, tap_layers: tuple[int, ...]
+) -> tuple[Float[Array, "B V"], Float[Array, "B L A"], list[LayerCache]]:
+    """Run the padded prompts; logits at each prompt's last token, taps everywhere, caches filled.
+
+    Capacity covers the last token a request may commit and a full block of drafts after it, so no write is clamped.
+    """
+    batch = request.prompts.shape[0]
+    cache = policy.empty_cache(batch, _capacity(shape, lookahead))
+    start = jnp.zeros((batch,), jnp.int32)
+    hidden, taps, cache = policy.step(request.prompts, start, cache, tap_layers=tap_layers)
+    last = jnp.take_along_axis(hidden, (request.prompt_lengths - 1)[:, None, None], axis=1)[:, 0]
+    return policy.logits(last), taps, cache
+
+
+def _first_token(
+    logits: Float[Array, "B V"],
+    uniforms: Float[Array, "B S 3"],
+    request: Request,
+    shape: EngineShape,
+    sampling: SamplingConfig,
+    lookahead: int,
+) -> tuple[Int[Array, " B"], _Output]:
+    """The token sampled at prefill: it belongs to no verify round."""
+    laws = log_law(logits, sampling)
+    token = draw(jnp.exp(laws), _at(uniforms, request.prompt_lengths, 1)[:, 0, COMMIT])
+    batch, width = token.shape[0], shape.max_new_tokens + lookahead
+    out = _Output(
+        tokens=jnp.full((batch, width), shape.pad_id, jnp.int32).at[:, 0].set(token),
+        logprobs=jnp.zeros((batch, width), jnp.float32).at[:, 0].set(_pick(laws, token)),
+        count=jnp.ones((batch,), jnp.int32),
+        stopped=_is_stop(token, shape),
+    )
+    return token, out
+
+
+def _draft_prefill(
+    draft: Eagle3,
+    embedding: Float[Array, "V D"],
+    taps: Float[Array, "B L A"],
+    newest: Int[Array, " B"],
+    request: Request,
+    shape: EngineShape,
+    lookahead: int,
+) -> tuple[Float[Array, "B D"], LayerCache]:
+    """Fill the draft's cache from the prompt; its state at the last prompt index, from which d_1 is drawn."""
+    batch, length = request.prompts.shape
+    following = jnp.concatenate([request.prompts[:, 1:], jnp.zeros_like(request.prompts[:, :1])], axis=1)
+    at_last = jnp.arange(length)[None, :] == (request.prompt_lengths - 1)[:, None]
+    following = jnp.where(at_last, newest[:, None], following)
+    cache = draft.empty_cache(batch, _capacity(shape, lookahead))
+    start = jnp.zeros((batch,), jnp.int32)
+    states, cache = draft.step(embedding[following], draft.fc(taps), start, cache)
+    return jnp.take_along_axis(states, (request.prompt_lengths - 1)[:, None, None], axis=1)[:, 0], cache
+
+
+def _committed_tokens(
+    drafts: Int[Array, "B k"], accepted: Int[Array, " B"], final: Int[Array, " B"]
+) -> Int[Array, "B k+1"]:
+    """The accepted drafts, then the residual or bonus token; entries after it are not read."""
+    padded = jnp.concatenate([drafts, jnp.zeros_like(drafts[:, :1])], axis=1)
+    slots = jnp.arange(padded.shape[1])[None, :]
+    return jnp.where(slots == accepted[:, None], final[:, None], padded)
+
+
+def _commit(
+    out: _Output,
+    stats: _Stats,
+    tokens: Int[Array, "B k+1"],
+    logprobs: Float[Array, "B k+1"],
+    accepted: Int[Array, " B"],
+    shape: EngineShape,
+) -> tuple[_Output, _Stats, Int[Array, " B"]]:
+    """Append a round's tokens up to the first stop token and the length limit; how many were committed."""
+    live = ~_done(out, shape)
+    slots = jnp.arange(tokens.shape[1])[None, :]
+    emitted = slots <= accepted[:, None]
+    stops = emitted & _is_stop(tokens, shape)
+    until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, accepted + 1)
+    count = jnp.where(live, jnp.minimum(until_stop, shape.max_new_tokens - out.count), 0).astype(jnp.int32)
+
+    def append(buffer: Array, rows: Array) -> Array:
+        return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice(b, r, (s,)))(buffer, rows, out.count)
+
+    # Writing the whole block is safe: what lies after `count` is overwritten by the next round or never read. A
+    # finished row may write from max_new_tokens on; the buffer has k more slots than that, and one slot too few for
+    # k + 1 tokens, so its rows are kept as they are.
+    keep = live[:, None]
+    out = _Output(
+        tokens=jnp.where(keep, append(out.tokens, tokens), out.tokens),
+        logprobs=jnp.where(keep, append(out.logprobs, logprobs), out.logprobs),
+        count=out.count + count,
+        stopped=out.stopped | jnp.any(stops & (slots < count[:, None]), axis=1),
+    )
+    reached = (jnp.arange(tokens.shape[1] - 1)[None, :] < accepted[:, None]) & keep
+    rounds, reached = live.astype(jnp.int32), reached.astype(jnp.int32)
+    stats = _Stats(stats.rounds + rounds, stats.committed + count, stats.accepted + reached)
+    return out, stats, count
+
+
+def _assemble(request: Request, out: _Output, stats: _Stats, shape: EngineShape) -> Rollouts:
+    """Lay prompt and response into one padded row."""
+    width = shape.prompt_capacity + shape.max_new_tokens
+    slots = jnp.arange(width)[None, :]
+    offset = slots - request.prompt_lengths[:, None]
+    in_prompt = offset < 0
+    in_response = (offset >= 0) & (offset < out.count[:, None])
+    prompt = jnp.pad(request.prompts, ((0, 0), (0, shape.max_new_tokens)))
+    index = jnp.clip(offset, 0, shape.max_new_tokens - 1)
+    response = jnp.take_along_axis(out.tokens, index, axis=1)
+    tokens = jnp.where(in_prompt, prompt, jnp.where(in_response, response, shape.pad_id))
+    logprobs = jnp.where(in_response, jnp.take_along_axis(out.logprobs, index, axis=1), 0.0)
+    return Rollouts(
+        tokens=tokens,
+        prompt_lengths=request.prompt_lengths,
+        lengths=request.prompt_lengths + out.count,
+        logprobs=logprobs,
+        finished=out.stopped,
+        rounds=stats.rounds,
+        committed=stats.committed,
+        accepted=stats.accepted,
+    )
+
+
+def _capacity(shape: EngineShape, lookahead: int) -> int:
+    return shape.prompt_capacity + shape.max_new_tokens + lookahead
+
+
+def _uniforms(request: Request, shape: EngineShape, lookahead: int) -> Float[Array, "B S 3"]:
+    return request_uniforms(request.keys, _capacity(shape, lookahead) + 1)
+
+
+def _at(values: Float[Array, "B S c"], start: Int[Array, " B"], count: int) -> Float[Array, "B n c"]:
+    """values[b, start_b : start_b + count]; the caller keeps the slice inside."""
+    width = values.shape[-1]
+    return jax.vmap(lambda v, s: jax.lax.dynamic_slice(v, (s, 0), (count, width)))(values, start)
+
+
+def _pick(laws: Float[Array, "*b V"], tokens: Int[Array, "*b"]) -> Float[Array, "*b"]:
+    return jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
+
+
+def _is_stop(tokens: Int[Array, "*b"], shape: EngineShape) -> Bool[Array, "*b"]:
+    hit = jnp.zeros(tokens.shape, bool)
+    for stop in shape.stop_ids:
+        hit |= tokens == stop
+    return hit
+
+
+def _done(out: _Output, shape: EngineShape) -> Bool[Array, " B"]:
+    return out.stopped | (out.count >= shape.max_new_tokens)
+
+
+class Engine:
+    """Compiled generate programs for one policy and, where speculation is on, one draft.
+
+    Weights are arguments of every call, so a publish changes no program.
+    """
+
+    def __init__(
+        self,
+        policy_graph: nnx.GraphDef,
+        draft_graph: nnx.GraphDef | None,
+        *,
+        shape: EngineShape,
+        sampling: SamplingConfig,
+    ) -> None:
+        self.shape = shape
+        self.sampling = sampling
+        self._has_draft = draft_graph is not None
+        self._plain = jax.jit(
+            partial(generate_plain, (policy_graph, None), shape=shape, sampling=sampling)
+        )
+        self._speculative = jax.jit(
+            partial(generate_speculative, (policy_graph, draft_graph), shape=shape, sampling=sampling),
+            static_argnames=("draft_length",),
+        )
+
+    def generate(
+        self, policy_weights: Weights, draft_weights: Weights | None, request: Request, draft_length: int = 0
+    ) -> Rollouts:
+        """Roll out the requests; draft_length 0 decodes plainly.
+
+        Args:
+            policy_weights: published policy tree.
+            draft_weights: published draft tree; None when draft_length is 0.
+            request: prompts i32[B, prompt_capacity], their lengths, and one key per request.
+            draft_length: k, the number of tokens proposed per round.
+        """
+        if request.prompts.shape[1] != self.shape.prompt_capacity:
+            raise ValueError(
+                f"prompts are padded to {request.prompts.shape[1]} tokens but prompt_capacity="
+                f"{self.shape.prompt_capacity}; pad to the capacity or raise it"
+            )
+        if draft_length == 0:
+            return self._plain((policy_weights, None), request)
+        if draft_length < 0 or not self._has_draft or draft_weights is None:
+            raise ValueError(f"draft_length={draft_length} needs a draft and a length >= 0; use 0 for plain decoding")
+        return self._speculative((policy_weights, draft_weights), request, draft_length=draft_length)
+
+
+def request_keys(key: Key[Array, ""], count: int) -> Key[Array, " B"]:
+    """One key per request: fold_in(key, i), so that request i keeps its key in a larger or smaller batch."""
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))

@@ -1,0 +1,1 @@
+"""Draft models: one folder per family, found through one catalog."""

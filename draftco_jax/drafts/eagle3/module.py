@@ -1,0 +1,166 @@
+"""The EAGLE-3 layer: cached steps for drafting, multi-pass branches for training.
+
+One pass over index t (the newest token whose target features exist) reads the token after it:
+
+    u   = [ norm(E(x_{t+1+k})) ; norm(h) ]          h = fc(taps_t) in pass 0, the own output of pass k-1 afterwards
+    y   = h + attention(u)                          residual is the un-normed h
+    z   = y + mlp(norm(y))                          fed back as it is, PRE final norm
+    law = softmax(lm_head(norm(z)))                 of token x_{t+2+k}
+
+Letters: B rows, T tokens, D width, A width of the concatenated taps, N heads, K key-value heads, H head width,
+W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.models.attention import MASKED_SCORE, attend
+from draftco_jax.models.kv_cache import LayerCache, empty_cache, visible_slots, write
+from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, rotary_angles, rotate
+
+
+class VocabularyMap(nnx.Variable):
+    """Constant i32[W]: target id of each draft id, increasing. Not trained."""
+
+
+class DraftAttention(nnx.Module):
+    """Grouped-query attention whose input is twice as wide as its output; no query or key norm."""
+
+    def __init__(self, cfg: Eagle3Config, *, rngs: nnx.Rngs) -> None:
+        self.heads, self.kv_heads, self.width = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+        q, kv = self.heads * self.width, self.kv_heads * self.width
+        self.qkv = LinearGroup(
+            2 * cfg.hidden_size,
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"},
+            rngs=rngs,
+        )
+        self.o_proj = Linear((q, cfg.hidden_size), ("heads", "embed"), rngs=rngs)
+
+    def project(
+        self, u: Float[Array, "B T 2D"], angles: tuple[Array, Array]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Rotated queries and keys, and values."""
+        q, k, v = (y.reshape(*y.shape[:2], -1, self.width) for y in self.qkv(u))
+        return rotate(q, angles), rotate(k, angles), v
+
+    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Merge the heads."""
+        return self.o_proj(heads.reshape(*heads.shape[:2], -1))
+
+
+class DraftLayer(nnx.Module):
+    """The one decoder layer of the draft."""
+
+    def __init__(self, cfg: Eagle3Config, *, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
+        self.hidden_norm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
+        self.self_attn = DraftAttention(cfg, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
+        self.mlp = GatedMLP(cfg.hidden_size, cfg.intermediate_size, rngs=rngs)
+
+    def project(self, embeds: Array, hidden: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of [norm(embedding) ; norm(hidden)], embedding first."""
+        u = jnp.concatenate([self.input_layernorm(embeds), self.hidden_norm(hidden)], axis=-1)
+        return self.self_attn.project(u, angles)
+
+    def finish(self, hidden: Array, heads: Array) -> Float[Array, "B T D"]:
+        """Residuals and MLP."""
+        y = hidden + self.self_attn.output(heads)
+        return y + self.mlp(self.post_attention_layernorm(y))
+
+
+class Eagle3(nnx.Module):
+    """The draft. It owns no embedding: every call is given the policy's live embeddings of its input tokens."""
+
+    def __init__(self, cfg: Eagle3Config, *, rngs: nnx.Rngs) -> None:
+        self.cfg = cfg
+        self.fc = Linear((len(cfg.tap_layers) * cfg.hidden_size, cfg.hidden_size), ("taps", "embed"), rngs=rngs)
+        self.midlayer = DraftLayer(cfg, rngs=rngs)
+        self.norm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
+        self.lm_head = Linear((cfg.hidden_size, cfg.draft_vocab_size), ("embed", "vocab"), rngs=rngs)
+        if cfg.draft_vocab_size < cfg.vocab_size:
+            self.draft_to_target = VocabularyMap(jnp.arange(cfg.draft_vocab_size, dtype=jnp.int32))
+
+    def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b W"]:
+        """Logits over the draft vocabulary of un-normed draft states, accumulated in float32."""
+        normed = self.norm(hidden)
+        kernel = self.lm_head.kernel[...].astype(normed.dtype)
+        return jnp.matmul(normed, kernel, preferred_element_type=jnp.float32)
+
+    def to_target_vocabulary(self, laws: Float[Array, "*b W"]) -> Float[Array, "*b V"]:
+        """Scatter a law over draft ids to target ids; dropped ids get probability 0."""
+        if self.cfg.draft_vocab_size == self.cfg.vocab_size:
+            return laws
+        full = jnp.zeros((*laws.shape[:-1], self.cfg.vocab_size), laws.dtype)
+        return full.at[..., self.draft_to_target[...]].set(laws)
+
+    def empty_cache(self, batch: int, capacity: int) -> LayerCache:
+        """The draft's own cache."""
+        cfg = self.cfg
+        return empty_cache(batch, cfg.num_key_value_heads, capacity, cfg.head_dim, self.fc.kernel[...].dtype)
+
+    def step(
+        self,
+        embeds: Float[Array, "B T D"],
+        hidden: Float[Array, "B T D"],
+        start: Int[Array, " B"],
+        cache: LayerCache,
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        """T consecutive indices start, start + 1, ...: `embeds` of the tokens AFTER each index, `hidden` at it."""
+        count = embeds.shape[1]
+        positions = start[:, None] + jnp.arange(count, dtype=start.dtype)[None, :]
+        angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        q, k, v = self.midlayer.project(embeds, hidden, angles)
+        cache = write(cache, k, v, start)
+        heads = attend(q, cache.keys, cache.values, visible_slots(cache.keys.shape[2], start, count))
+        return self.midlayer.finish(hidden, heads), cache
+
+    def passes(
+        self,
+        embeds: list[Float[Array, "R T D"]],
+        taps: Float[Array, "R T A"],
+        positions: Int[Array, "R T"],
+        mask: Bool[Array, "R T T"],
+    ) -> list[Float[Array, "R T D"]]:
+        """States of each training pass; `embeds[k]` holds the embeddings of x_{t+1+k}.
+
+        Pass k at index t sees the pass-0 keys (the trunk) that `mask` allows, s <= t in its document, and its own
+        keys of passes 1..k (the branch), in one softmax. Key of pass i is rotated by position + i, query of pass k by
+        position + k: exactly the keys a chain of k drafting steps from t would have in its cache.
+        """
+        hidden, states, keys, values = self.fc(taps), [], [], []
+        for k, embed in enumerate(embeds):
+            angles = rotary_angles(positions + k, self.cfg.head_dim, self.cfg.rope_theta)
+            q, key, value = self.midlayer.project(embed, hidden, angles)
+            keys.append(key)
+            values.append(value)
+            hidden = self.midlayer.finish(hidden, branch_attend(q, keys, values, mask))
+            states.append(hidden)
+        return states
+
+
+def branch_attend(
+    q: Float[Array, "R T N H"],
+    keys: list[Float[Array, "R T K H"]],
+    values: list[Float[Array, "R T K H"]],
+    mask: Bool[Array, "R T T"],
+) -> Float[Array, "R T N H"]:
+    """One softmax over trunk keys (keys[0], under `mask`) and the diagonal of each later pass. Softmax in float32."""
+    rows, tokens, heads, width = q.shape
+    kv_heads = keys[0].shape[2]
+    q = (q * (width**-0.5)).reshape(rows, tokens, kv_heads, heads // kv_heads, width)
+    trunk = jnp.einsum("rtkgh,rskh->rtkgs", q, keys[0], preferred_element_type=jnp.float32)
+    scores = [jnp.where(mask[:, :, None, None, :], trunk, MASKED_SCORE)]
+    for key in keys[1:]:
+        scores.append(jnp.einsum("rtkgh,rtkh->rtkg", q, key, preferred_element_type=jnp.float32)[..., None])
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
+    out = jnp.einsum("rtkgs,rskh->rtkgh", weights[..., :tokens], values[0])
+    for i, value in enumerate(values[1:]):
+        out = out + weights[..., tokens + i, None] * value[:, :, :, None, :]
+    return out.reshape(rows, tokens, heads, width)

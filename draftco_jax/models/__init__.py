@@ -1,0 +1,1 @@
+"""Target policies: shared layers, one decoder, one file per family."""

@@ -1,0 +1,119 @@
+"""Layers shared by all policies and drafts.
+
+Letters: B batch, T tokens, S cache slots, D model width, N query heads, K key-value heads, H head width, F hidden
+width of the MLP, V vocabulary.
+
+Every array is stated once, in the constructor of its module: shape, logical axes, initializer. Abstract trees,
+shardings and checkpoints derive from that statement (`nnx.eval_shape`, the `logical_axes` metadata).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+Initializer = Callable[..., Array]
+
+
+def parameter(
+    rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str], init: Initializer, dtype: jnp.dtype = jnp.float32
+) -> nnx.Param:
+    """State one array: shape, logical axes (one name per dim), initializer, dtype."""
+    if len(shape) != len(axes):
+        raise ValueError(f"{axes=} must name each dim of {shape=}")
+    return nnx.Param(init(rngs.params(), tuple(shape), dtype), logical_axes=tuple(axes))
+
+
+class RMSNorm(nnx.Module):
+    """y = weight * x / sqrt(mean(x^2) + eps), statistics in float32, result in the dtype of x."""
+
+    def __init__(self, width: int, *, eps: float, rngs: nnx.Rngs, axis: str = "embed") -> None:
+        self.eps = eps
+        self.weight = parameter(rngs, (width,), (axis,), nnx.initializers.ones)
+
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        x32 = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        weight = jnp.expand_dims(self.weight[...].astype(x.dtype), range(x.ndim - 1))
+        return weight * (x32 * scale).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """y = x @ kernel, kernel [in, out], no bias."""
+
+    def __init__(
+        self, shape: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs, init: Initializer | None = None
+    ) -> None:
+        self.kernel = parameter(rngs, shape, axes, init or nnx.initializers.normal(0.02))
+
+    def __call__(self, x: Float[Array, "*b I"]) -> Float[Array, "*b O"]:
+        return x @ self.kernel[...].astype(x.dtype)
+
+
+class LinearGroup(nnx.Module):
+    """Several bias-free projections of one input: y_i = x @ kernel_i.
+
+    The kernels are trained and stored apart, under their own names. `fuse` lays them side by side, so that decoding,
+    where a matmul is a pass over the weights, makes one pass instead of several.
+    """
+
+    def __init__(
+        self, width: int, widths: dict[str, int], axes: dict[str, str], *, rngs: nnx.Rngs, in_axis: str = "embed"
+    ) -> None:
+        self.widths = tuple(widths.values())
+        self.names = tuple(widths)
+        self.fused = False
+        for name, out in widths.items():
+            setattr(self, name, Linear((width, out), (in_axis, axes[name]), rngs=rngs))
+
+    def fuse(self) -> None:
+        """Replace the kernels by their concatenation along the output dim."""
+        kernels = [getattr(self, name).kernel[...] for name in self.names]
+        for name in self.names:
+            delattr(self, name)
+        self.kernel = nnx.Param(jnp.concatenate(kernels, axis=1), logical_axes=("embed", "fused"))
+        self.fused = True
+
+    def __call__(self, x: Float[Array, "*b I"]) -> tuple[Array, ...]:
+        if not self.fused:
+            return tuple(getattr(self, name)(x) for name in self.names)
+        y = x @ self.kernel[...].astype(x.dtype)
+        ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]
+        return tuple(jnp.split(y, ends, axis=-1))
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU: down(silu(gate x) * up x)."""
+
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs, down_init: Initializer | None = None) -> None:
+        self.gate_up = LinearGroup(
+            width, {"gate_proj": hidden, "up_proj": hidden}, {"gate_proj": "mlp", "up_proj": "mlp"}, rngs=rngs
+        )
+        self.down_proj = Linear((hidden, width), ("mlp", "embed"), rngs=rngs, init=down_init)
+
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        gate, up = self.gate_up(x)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+def rotary_angles(
+    positions: Int[Array, "B T"], width: int, theta: float
+) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
+    """cos and sin of position * theta^(-2i/width), i < width/2, in float32, for rotation of half-split pairs."""
+    exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
+    angles = positions[..., None, None].astype(jnp.float32) * (theta**-exponents)[None, None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "B T n H"], angles: tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]
+) -> Float[Array, "B T n H"]:
+    """Rotary position embedding on half-split pairs (x_i, x_{i + H/2}); the rotation is done in float32."""
+    cos, sin = angles
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

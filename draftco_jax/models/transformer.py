@@ -1,0 +1,202 @@
+"""The decoder-only transformer: whole packed rows for training, cached steps for decoding.
+
+Letters as in `layers`: B batch, T tokens, D width, N heads, K key-value heads, H head width, V vocabulary, plus
+A = number of taps * D, the width of the concatenated target features that a draft reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from draftco_jax.models.attention import attend, packed_causal_mask
+from draftco_jax.models.kv_cache import LayerCache, empty_cache, visible_slots, write
+from draftco_jax.models.layers import (
+    GatedMLP,
+    Linear,
+    LinearGroup,
+    RMSNorm,
+    parameter,
+    rotary_angles,
+    rotate,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and constants of a dense pre-norm decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 40960
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that do not fit together."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}; change one of them"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even, rotary pairs need it; use the next even number")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1; set it to the model's size")
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with per-head RMSNorm on queries and keys before the rotation (Qwen3)."""
+
+    def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.heads, self.kv_heads, self.width = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+        q, kv = self.heads * self.width, self.kv_heads * self.width
+        self.qkv = LinearGroup(
+            cfg.hidden_size,
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"},
+            rngs=rngs,
+        )
+        out_init = nnx.initializers.normal(0.02 / (2 * cfg.num_hidden_layers) ** 0.5)
+        self.o_proj = Linear((q, cfg.hidden_size), ("heads", "embed"), rngs=rngs, init=out_init)
+        self.q_norm = RMSNorm(self.width, eps=cfg.rms_norm_eps, rngs=rngs, axis="head_dim")
+        self.k_norm = RMSNorm(self.width, eps=cfg.rms_norm_eps, rngs=rngs, axis="head_dim")
+
+    def project(
+        self, x: Float[Array, "B T D"], angles: tuple[Array, Array]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Rotated queries and keys, and values."""
+        q, k, v = self.qkv(x)
+        split = lambda y, n: y.reshape(*y.shape[:2], n, self.width)  # noqa: E731
+        q = rotate(self.q_norm(split(q, self.heads)), angles)
+        k = rotate(self.k_norm(split(k, self.kv_heads)), angles)
+        return q, k, split(v, self.kv_heads)
+
+    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Merge the heads."""
+        return self.o_proj(heads.reshape(*heads.shape[:2], -1))
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
+        self.self_attn = Attention(cfg, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
+        down_init = nnx.initializers.normal(0.02 / (2 * cfg.num_hidden_layers) ** 0.5)
+        self.mlp = GatedMLP(cfg.hidden_size, cfg.intermediate_size, rngs=rngs, down_init=down_init)
+
+    def __call__(self, x: Array, angles: tuple[Array, Array], mask: Array) -> Float[Array, "B T D"]:
+        """Whole rows: keys are those of the row itself."""
+        q, k, v = self.self_attn.project(self.input_layernorm(x), angles)
+        x = x + self.self_attn.output(attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def step(
+        self, x: Array, angles: tuple[Array, Array], mask: Array, cache: LayerCache, start: Array
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        """A few new tokens: keys are written to the cache and read from it."""
+        q, k, v = self.self_attn.project(self.input_layernorm(x), angles)
+        cache = write(cache, k, v, start)
+        x = x + self.self_attn.output(attend(q, cache.keys, cache.values, mask))
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks, final norm, head.
+
+    Taps: the residual stream AFTER the named blocks (OUTPUT convention, 0-based), un-normed, concatenated in the
+    order given. They are what a draft reads.
+    """
+
+    def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.cfg = cfg
+        self.embed_tokens = parameter(
+            rngs, (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), nnx.initializers.normal(0.02)
+        )
+        self.layers = nnx.List([Block(cfg, rngs=rngs) for _ in range(cfg.num_hidden_layers)])
+        self.norm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
+        if not cfg.tie_word_embeddings:
+            self.lm_head = Linear((cfg.hidden_size, cfg.vocab_size), ("embed", "vocab"), rngs=rngs)
+
+    def embed(self, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+        """Rows of the embedding table."""
+        return self.embed_tokens[...][tokens]
+
+    def head_kernel(self) -> Float[Array, "D V"]:
+        """The output projection, tied or not."""
+        return self.embed_tokens[...].T if self.cfg.tie_word_embeddings else self.lm_head.kernel[...]
+
+    def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+        """Logits of normed hidden states, accumulated in float32."""
+        return jnp.matmul(hidden, self.head_kernel().astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        *,
+        tap_layers: Sequence[int] = (),
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A"]]:
+        """Final-normed hidden states and taps of whole packed rows."""
+        angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        mask = packed_causal_mask(segment_ids)
+        x, outputs = self.embed(tokens), []
+        for block in self.layers:
+            x = block(x, angles, mask)
+            outputs.append(x)
+        return self.norm(x), concatenate_taps(outputs, tap_layers)
+
+    def step(
+        self, tokens: Int[Array, "B T"], start: Int[Array, " B"], cache: list[LayerCache], *, tap_layers: Sequence[int]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A"], list[LayerCache]]:
+        """The same for T new tokens at positions start, start + 1, ... whose past is in the cache."""
+        count = tokens.shape[1]
+        positions = start[:, None] + jnp.arange(count, dtype=start.dtype)[None, :]
+        angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        mask = visible_slots(cache[0].keys.shape[2], start, count)
+        x, outputs, new_cache = self.embed(tokens), [], []
+        for block, layer_cache in zip(self.layers, cache, strict=True):
+            x, layer_cache = block.step(x, angles, mask, layer_cache, start)
+            outputs.append(x)
+            new_cache.append(layer_cache)
+        return self.norm(x), concatenate_taps(outputs, tap_layers), new_cache
+
+    def empty_cache(self, batch: int, capacity: int) -> list[LayerCache]:
+        """One cache per layer."""
+        dtype = self.embed_tokens[...].dtype
+        cfg = self.cfg
+        return [empty_cache(batch, cfg.num_key_value_heads, capacity, cfg.head_dim, dtype) for _ in self.layers]
+
+
+def concatenate_taps(outputs: Sequence[Array], tap_layers: Sequence[int]) -> Float[Array, "B T A"]:
+    """Outputs of the tapped layers side by side; width 0 when nothing is tapped."""
+    if not tap_layers:
+        return outputs[0][..., :0]
+    return jnp.concatenate([outputs[layer] for layer in tap_layers], axis=-1)
+
+
+def fuse_projections(module: nnx.Module) -> None:
+    """Turn a module from the train layout to the rollout layout: every `LinearGroup` becomes one matmul."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, LinearGroup) and not node.fused:
+            node.fuse()
+
+
+def count_parameters(params: dict) -> int:
+    """Number of scalars in a parameter tree."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
