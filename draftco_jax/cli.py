@@ -1,0 +1,123 @@
+"""The `draftco` command; each subcommand is a few lines that call the library.
+
+Nothing heavy is imported before a subcommand is chosen, so `draftco --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from draftco_jax.errors import UserError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT: 128 + 2
+
+_CONFIG = "configs/grpo_arithmetic2_eagle3_cpu.py"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns the exit code: 0, 2 after bad input, 130 after an interrupt."""
+    try:
+        options = build_parser().parse_args(arguments)
+        options.run(options)
+    except UserError as error:
+        print(f"draftco: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("draftco: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses in one line, as the rest of the command does, and knows no abbreviations."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. It is closed: settings of a run belong in its config, reached by --set."""
+    parser = _Parser(prog="draftco", description="GRPO with lossless speculative rollouts and a co-trained draft.")
+    subcommands = parser.add_subparsers(required=True, metavar="SUBCOMMAND", parser_class=_Parser)
+
+    def add(name: str, run: Callable[[argparse.Namespace], None], does: str, example: str) -> argparse.ArgumentParser:
+        added = subcommands.add_parser(
+            name, help=does, description=does, epilog=f"example:\n  draftco {name} {example}"
+        )
+        added.set_defaults(run=run)
+        return added
+
+    train = add(
+        "train", _train, "Train a policy and its draft.", f"--config {_CONFIG} --set steps=20 --run-dir runs/mine"
+    )
+    _add_config_options(train)
+    train.add_argument("--run-dir", type=Path, metavar="DIR", help="where results go (default: runs/<name of FILE>)")
+    train.add_argument("--resume", action="store_true", help="continue the run in DIR; a finished run stays as it is")
+
+    config = add("config", _config, "Print the resolved config as JSON and stop.", f"--config {_CONFIG} --set steps=20")
+    _add_config_options(config)
+
+    report = add("report", _report, "Write report.html and its plots for a run.", "runs/demo")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+
+    doctor = add("doctor", _doctor, "Show versions, devices and accelerator plugins.", "--json doctor.json")
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
+    return parser
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a Python file with get_config()")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it; may be repeated"
+    )
+
+
+def _train(options: argparse.Namespace) -> None:
+    from draftco_jax.config import load_config
+    from draftco_jax.loop import train
+
+    config = load_config(options.config, options.set)
+    run_dir = options.run_dir or Path("runs") / options.config.stem
+    train(config, run_dir, resume=options.resume)
+    print(f"Results are in {run_dir}: open {run_dir / 'report.html'}")
+
+
+def _config(options: argparse.Namespace) -> None:
+    from draftco_jax.config import load_config
+    from draftco_jax.config_io import to_json
+
+    print(json.dumps(to_json(load_config(options.config, options.set)), indent=2))
+
+
+def _report(options: argparse.Namespace) -> None:
+    from draftco_jax.report import write_report
+
+    write_report(options.run_dir)
+    print(f"Report is {options.run_dir / 'report.html'}")
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from draftco_jax.doctor import describe_installation
+
+    found = describe_installation()
+    if options.json:
+        try:
+            options.json.write_text(json.dumps(found, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"--json {options.json} cannot be written: {error.strerror}") from error
+    versions = {"python": found["python"], **found["packages"], **found["gpu_packages"]}
+    for name, version in versions.items():
+        print(f"{name:<18} {version or 'not installed'}")
+    print(f"{'cuda plugin':<18} {'yes' if found['cuda_plugin'] else 'no'}")
+    print(f"{'devices':<18} {', '.join(found['devices']) or found['devices_error']}")
+    if options.json:
+        print(f"Written to {options.json}")
