@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from draftco_jax.decoding.propose import propose_chain
 from draftco_jax.decoding.rejection import verify
 from draftco_jax.drafts.eagle3.module import Eagle3
+from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.kv_cache import LayerCache
 from draftco_jax.models.transformer import Decoder
 from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, SamplingConfig, draw, log_law, request_uniforms
@@ -71,11 +71,11 @@ class _Stats(NamedTuple):
 
 
 def generate_plain(
-    graphs: tuple[nnx.GraphDef, None], weights: tuple[Weights, None], request: Request, *, shape: EngineShape,
+    graphs: tuple[ModelGraph, None], weights: tuple[Weights, None], request: Request, *, shape: EngineShape,
     sampling: SamplingConfig,
 ) -> Rollouts:  # fmt: skip
     """Plain decoding: one target forward per token."""
-    policy: Decoder = nnx.merge(graphs[0], weights[0])
+    policy: Decoder = graphs[0].merge(weights[0])
     uniforms = _uniforms(request, shape, 0)
     logits, _, cache = _prefill(policy, request, shape, 0, ())
     newest, out = _first_token(logits, uniforms, request, shape, sampling, 0)
@@ -106,12 +106,12 @@ def generate_plain(
 
 
 def generate_speculative(
-    graphs: tuple[nnx.GraphDef, nnx.GraphDef], weights: tuple[Weights, Weights], request: Request, *,
+    graphs: tuple[ModelGraph, ModelGraph], weights: tuple[Weights, Weights], request: Request, *,
     shape: EngineShape, sampling: SamplingConfig, draft_length: int,
 ) -> Rollouts:  # fmt: skip
     """Speculative decoding with a chain draft; the output law is that of `generate_plain`."""
-    policy: Decoder = nnx.merge(graphs[0], weights[0])
-    draft: Eagle3 = nnx.merge(graphs[1], weights[1])
+    policy: Decoder = graphs[0].merge(weights[0])
+    draft: Eagle3 = graphs[1].merge(weights[1])
     taps_of, k = draft.cfg.tap_layers, draft_length
     embedding = policy.embed_tokens[...]
     uniforms = _uniforms(request, shape, k)
@@ -310,8 +310,8 @@ class Engine:
 
     def __init__(
         self,
-        policy_graph: nnx.GraphDef,
-        draft_graph: nnx.GraphDef | None,
+        policy_graph: ModelGraph,
+        draft_graph: ModelGraph | None,
         *,
         shape: EngineShape,
         sampling: SamplingConfig,

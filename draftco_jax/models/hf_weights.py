@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftco_jax.errors import UserError
+from draftco_jax.models.functional import Params, abstract_params
 from draftco_jax.models.qwen3 import Qwen3Config
 
-Params = dict[str, Any]
 WEIGHTS_FILE = "model.safetensors"
 
 
@@ -82,12 +81,6 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"weights file {path} cannot be read ({error}); it is damaged or cut short") from error
 
 
-def abstract_params(model_cfg: Any) -> Params:
-    """Shapes and dtypes of a model's parameters without making them."""
-    abstract = nnx.eval_shape(lambda: model_cfg.build(nnx.Rngs(0)))
-    return nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
-
-
 def save_policy(folder: Path, cfg: Qwen3Config, params: Params, metadata: dict[str, str] | None = None) -> None:
     """Write config.json and model.safetensors as transformers would."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,4 +105,4 @@ def load_policy(folder: Path) -> tuple[Qwen3Config, Params]:
         raise UserError(f"{config_path}: rope scaling {rope} is not supported; supported: plain rotary embedding")
     known = {field.name for field in fields(Qwen3Config)}
     cfg = Qwen3Config(**{key: value for key, value in raw.items() if key in known})
-    return cfg, from_tensors(abstract_params(cfg), read_tensors(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE))
+    return cfg, from_tensors(abstract_params(cfg.build), read_tensors(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE))

@@ -1,0 +1,1 @@
+"""Training: optimizer groups, state, the joint update of policy and draft, fine-tuning on demonstrations."""

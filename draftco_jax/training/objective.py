@@ -1,0 +1,183 @@
+"""The joint objective L = L_RL(theta) + lambda * L_draft(phi; x, stop_gradient(H_theta(x))) on one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from draftco_jax.drafts.eagle3 import training as eagle3_training
+from draftco_jax.drafts.eagle3.training import DraftReport, Target
+from draftco_jax.losses.chunked import map_tokens
+from draftco_jax.losses.policy import clipped_surrogate, kl_k3
+from draftco_jax.models.functional import ModelGraph
+from draftco_jax.models.transformer import Decoder
+from draftco_jax.numerics.logprobs import entropy, token_logprobs
+from draftco_jax.numerics.masked import masked_max, masked_mean
+from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.types import PackedBatch
+
+Params = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig:
+    """Group-relative policy optimisation."""
+
+    std_normalise: bool = True
+    """Divide advantages by the group's standard deviation."""
+    leave_one_out: bool = False
+    """Baseline and deviation from the other samples of the group."""
+    clip_low: float = 0.2
+    """Probability ratios below 1 - clip_low get no gradient where the advantage is negative."""
+    clip_high: float = 0.28
+    """Probability ratios above 1 + clip_high get no gradient where the advantage is positive."""
+    kl_coefficient: float = 0.0
+    """Weight of the k3 penalty towards the initial policy; 0 skips its forward."""
+
+    def __post_init__(self) -> None:
+        """Refuse clips and weights that mean nothing."""
+        if not 0.0 < self.clip_low <= 1.0:
+            raise ValueError(f"clip_low={self.clip_low} must be in (0, 1]; 0.2 is usual")
+        if self.clip_high <= 0.0:
+            raise ValueError(f"clip_high={self.clip_high} must be > 0; 0.2 is usual, 0.28 in DAPO")
+        if self.kl_coefficient < 0.0:
+            raise ValueError(f"kl_coefficient={self.kl_coefficient} must be >= 0; 0 switches the penalty off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSpec:
+    """What is fixed when the update is compiled."""
+
+    policy_graph: ModelGraph
+    draft_graph: ModelGraph | None
+    tap_layers: tuple[int, ...]
+    algorithm: GrpoConfig
+    sampling: SamplingConfig
+    chunk_tokens: int
+
+
+class Counts(NamedTuple):
+    """Global denominators of a step, float32 scalars; policy and draft have their own."""
+
+    policy_tokens: jax.Array
+    draft_labels: jax.Array
+
+
+def global_counts(batch: PackedBatch, draft_cfg: Any | None) -> Counts:
+    """Denominators of one batch; with several shards or micro-batches, their sum is passed to each."""
+    labels = eagle3_training.denominator(batch, draft_cfg) if draft_cfg is not None else jnp.float32(0.0)
+    return Counts(jnp.sum(batch.label_mask), labels)
+
+
+def objective(
+    params: dict[str, Params],
+    batch: PackedBatch,
+    counts: Counts,
+    draft_loss_weight: Float32[Array, ""],
+    reference: Params | None,
+    frozen_draft: Params | None,
+    spec: ObjectiveSpec,
+) -> tuple[Float32[Array, ""], dict[str, Array]]:
+    """The joint loss and its metrics.
+
+    Args:
+        params: ``{"policy": ..., "draft": ...}``; without "draft" the draft is not in the program at all.
+        batch: packed rows.
+        counts: global denominators.
+        draft_loss_weight: lambda, a runtime value: the program, and so the policy's gradient, is the same for all.
+        reference: initial policy for the k3 penalty, or None.
+        frozen_draft: a draft that is only evaluated on the same forward, or None.
+        spec: compiled-in choices.
+    """
+    policy: Decoder = spec.policy_graph.merge(params["policy"])
+    hidden, taps = policy(batch.tokens, batch.positions, batch.segment_ids, tap_layers=spec.tap_layers)
+    loss, metrics = _policy_objective(policy, hidden, batch, counts, reference, spec)
+    target = Target(taps, hidden, policy.head_kernel(), policy.embed_tokens[...])
+
+    def draft_terms(draft_params: Params) -> tuple[Array, DraftReport]:
+        draft = spec.draft_graph.merge(draft_params)
+        return eagle3_training.passes_loss(
+            draft,
+            target,
+            batch,
+            sampling=spec.sampling,
+            denominator=counts.draft_labels,
+            chunk_tokens=spec.chunk_tokens,
+        )
+
+    if "draft" in params:
+        draft_loss, report = draft_terms(params["draft"])
+        loss = loss + draft_loss_weight * draft_loss
+        metrics |= {"draft/loss": draft_loss} | _draft_metrics("draft", report, with_losses=True)
+    if frozen_draft is not None:
+        _, report = draft_terms(jax.lax.stop_gradient(frozen_draft))
+        metrics |= _draft_metrics("frozen_draft", report, with_losses=False)
+    return loss, metrics
+
+
+def predicted(values: Array) -> Array:
+    """Align what stands at the predicting index with the token it predicts: y[:, t] = x[:, t - 1], 0 at t = 0."""
+    return jnp.concatenate([jnp.zeros_like(values[:, :1]), values[:, :-1]], axis=1)
+
+
+def label_logprobs(
+    policy: Decoder, hidden: Float[Array, "R T D"], tokens: Int[Array, "R T"], sampling: SamplingConfig, chunk: int
+) -> tuple[Float32[Array, "R T"], Float32[Array, "R T"]]:
+    """Log-prob of each token given its past, and entropy of the law it was drawn from; 0 at the first index."""
+
+    def terms(states: Array, labels: Array) -> tuple[Array, Array]:
+        logits = policy.logits(states)
+        return token_logprobs(logits, labels, sampling), jax.lax.stop_gradient(entropy(logits, sampling))
+
+    labels = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
+    logprobs, entropies = map_tokens(terms, (hidden, labels), chunk_tokens=chunk)
+    return predicted(logprobs), predicted(entropies)
+
+
+def _policy_objective(
+    policy: Decoder, hidden: Array, batch: PackedBatch, counts: Counts, reference: Params | None, spec: ObjectiveSpec
+) -> tuple[Array, dict[str, Array]]:
+    """Clipped surrogate, optional k3 penalty, agreement of generator and trainer."""
+    algorithm, mask, count = spec.algorithm, batch.label_mask, counts.policy_tokens
+    logprobs, entropies = label_logprobs(policy, hidden, batch.tokens, spec.sampling, spec.chunk_tokens)
+    loss, aux = clipped_surrogate(
+        logprobs,
+        batch.label_logprobs,
+        batch.label_advantages,
+        mask,
+        token_count=count,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+    )
+    gap = jax.lax.stop_gradient(logprobs) - batch.label_logprobs
+    metrics = {
+        "policy/loss": loss,
+        "policy/entropy": masked_mean(entropies, mask, count=count),
+        "policy/clip_low_fraction": aux.clip_low_fraction,
+        "policy/clip_high_fraction": aux.clip_high_fraction,
+        "policy/ratio_max": aux.ratio_max,
+        "agreement/kl_k3": masked_mean(kl_k3(batch.label_logprobs, jax.lax.stop_gradient(logprobs)), mask, count=count),
+        "agreement/logprob_diff_max": masked_max(jnp.abs(gap), mask, empty=0.0),
+    }
+    if reference is not None:
+        initial: Decoder = spec.policy_graph.merge(jax.lax.stop_gradient(reference))
+        states, _ = initial(batch.tokens, batch.positions, batch.segment_ids)
+        anchor, _ = label_logprobs(initial, states, batch.tokens, spec.sampling, spec.chunk_tokens)
+        penalty = masked_mean(kl_k3(logprobs, anchor), mask, count=count)
+        loss = loss + algorithm.kl_coefficient * penalty
+        metrics["policy/kl_reference"] = penalty
+    return loss, metrics
+
+
+def _draft_metrics(group: str, report: DraftReport, *, with_losses: bool) -> dict[str, Array]:
+    """Flat names, passes counted from 1."""
+    metrics = {f"{group}/tau_prob": report.tau_prob}
+    for k in range(report.losses.shape[0]):
+        metrics[f"{group}/tv_pass_{k + 1}"] = 1.0 - report.acceptances[k]
+        if with_losses:
+            metrics[f"{group}/loss_pass_{k + 1}"] = report.losses[k]
+    return metrics

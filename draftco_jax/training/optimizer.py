@@ -1,0 +1,61 @@
+"""One optimizer group: AdamW with its own schedule and its own gradient clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import optax
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule; policy and draft each have one."""
+
+    learning_rate: float
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Shape after the warm-up; cosine ends at a tenth of learning_rate."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    beta1: float = 0.9
+    beta2: float = 0.98
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Global gradient norm of this group is clipped to this value."""
+
+    def __post_init__(self) -> None:
+        """Refuse values no run can use."""
+        if self.learning_rate < 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be >= 0; 0 freezes the group")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps} must be >= 0; 0 starts at full learning rate")
+        if self.clip_norm <= 0:
+            raise ValueError(f"clip_norm={self.clip_norm} must be > 0; give a large value to switch clipping off")
+
+
+def learning_rate_schedule(cfg: OptimizerConfig, total_steps: int) -> optax.Schedule:
+    """Learning rate by optimizer step."""
+    if cfg.schedule == "cosine":
+        decay = max(total_steps, cfg.warmup_steps + 1)
+        start = 0.0 if cfg.warmup_steps else cfg.learning_rate
+        return optax.warmup_cosine_decay_schedule(
+            start, cfg.learning_rate, cfg.warmup_steps, decay, 0.1 * cfg.learning_rate
+        )
+    if cfg.warmup_steps:
+        return optax.warmup_constant_schedule(0.0, cfg.learning_rate, cfg.warmup_steps)
+    return optax.constant_schedule(cfg.learning_rate)
+
+
+def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """Clip by the group's own global norm, then AdamW; moments in float32."""
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.clip_norm),
+        optax.adamw(
+            learning_rate_schedule(cfg, total_steps),
+            b1=cfg.beta1,
+            b2=cfg.beta2,
+            eps=cfg.epsilon,
+            weight_decay=cfg.weight_decay,
+        ),
+    )

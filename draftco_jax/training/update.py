@@ -1,0 +1,86 @@
+"""The joint update: one forward and backward for policy and draft, then each group's own optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jaxtyping import Array
+
+from draftco_jax.training.objective import ObjectiveSpec, global_counts, objective
+from draftco_jax.types import PackedBatch
+
+Params = Any
+
+
+class TrainState(NamedTuple):
+    """All that an update changes. Draft fields are None where no draft is trained."""
+
+    step: jax.Array  # i32[] optimizer steps taken
+    policy: Params
+    draft: Params | None
+    policy_optimizer: optax.OptState
+    draft_optimizer: optax.OptState | None
+
+
+class Optimizers(NamedTuple):
+    """One group each, with its own clip: a joint norm would make the policy depend on the draft."""
+
+    policy: optax.GradientTransformation
+    draft: optax.GradientTransformation | None
+
+
+def init_state(policy: Params, draft: Params | None, optimizers: Optimizers) -> TrainState:
+    """Step 0. Pass draft None unless it is trained."""
+    trained = draft is not None and optimizers.draft is not None
+    return TrainState(
+        step=jax.numpy.int32(0),
+        policy=policy,
+        draft=draft if trained else None,
+        policy_optimizer=optimizers.policy.init(policy),
+        draft_optimizer=optimizers.draft.init(draft) if trained else None,
+    )
+
+
+UpdateFn = Callable[..., tuple[TrainState, dict[str, Array]]]
+
+
+def make_update(spec: ObjectiveSpec, draft_cfg: Any | None, optimizers: Optimizers) -> UpdateFn:
+    """Compile ``update(state, batch, draft_loss_weight, reference, frozen_draft) -> (state, metrics)``."""
+    return jax.jit(partial(update, spec=spec, draft_cfg=draft_cfg, optimizers=optimizers))
+
+
+def update(
+    state: TrainState,
+    batch: PackedBatch,
+    draft_loss_weight: Array,
+    reference: Params | None = None,
+    frozen_draft: Params | None = None,
+    *,
+    spec: ObjectiveSpec,
+    draft_cfg: Any | None,
+    optimizers: Optimizers,
+) -> tuple[TrainState, dict[str, Array]]:
+    """One optimizer step of every trained group; metrics are float32 scalars."""
+    params = {"policy": state.policy} | ({} if state.draft is None else {"draft": state.draft})
+    counts = global_counts(batch, draft_cfg)
+    gradients, metrics = jax.grad(objective, has_aux=True)(
+        params, batch, counts, draft_loss_weight, reference, frozen_draft, spec
+    )
+    policy, policy_optimizer = _apply(optimizers.policy, gradients["policy"], state.policy_optimizer, state.policy)
+    metrics["policy/gradient_norm"] = optax.global_norm(gradients["policy"])
+    draft, draft_optimizer = state.draft, state.draft_optimizer
+    if state.draft is not None and optimizers.draft is not None:
+        draft, draft_optimizer = _apply(optimizers.draft, gradients["draft"], state.draft_optimizer, state.draft)
+        metrics["draft/gradient_norm"] = optax.global_norm(gradients["draft"])
+    return TrainState(state.step + 1, policy, draft, policy_optimizer, draft_optimizer), metrics
+
+
+def _apply(
+    optimizer: optax.GradientTransformation, gradients: Params, state: optax.OptState, params: Params
+) -> tuple[Params, optax.OptState]:
+    updates, state = optimizer.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
