@@ -1,0 +1,1 @@
+"""Prompts on their way in, training rows on their way out."""

@@ -1,0 +1,80 @@
+"""Batches of prompts in an order that a resume continues.
+
+The pipeline is a chain of index maps (grain ``MapDataset``): step n holds the same prompts however often the run was
+stopped before it, and the whole position is one number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+
+from draftco_jax.errors import UserError
+from draftco_jax.types import Prompt
+
+# Further than any run goes, yet small enough for grain to multiply.
+_ENDLESS = 2**62
+
+
+@runtime_checkable
+class ProblemSource(Protocol):
+    """The part of a task that the pipeline needs."""
+
+    @property
+    def num_problems(self) -> int | None:
+        """Length of a finite source; None for an endless one."""
+        ...
+
+    def problem(self, index: int) -> Prompt:
+        """The problem at an index."""
+        ...
+
+
+class PromptBatches(Iterator[tuple[Prompt, ...]]):
+    """Endless batches of P prompts.
+
+    An endless source is walked in the order of its indices. A finite one is shuffled anew in each epoch; a batch may
+    span two epochs, so that the remainder of an epoch is neither dropped nor padded.
+    """
+
+    def __init__(self, source: ProblemSource, batch_size: int, seed: int, num_workers: int = 0) -> None:
+        if batch_size < 1:
+            raise UserError(f"batch_size={batch_size} must be 1 or more; set the number of prompts per step")
+        self._identity = {"batch_size": batch_size, "seed": seed, "num_problems": source.num_problems}
+        order = _index_order(source.num_problems, seed)
+        batches = order.map(source.problem).batch(batch_size, batch_fn=tuple)
+        # Read in the calling thread: problems are made on the fly, so there is no disk to wait for, and the state is
+        # always that of the last batch handed out.
+        dataset = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        if num_workers > 0:
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers))
+        self._iterator: grain.DatasetIterator[Any] = iter(dataset)
+
+    def __next__(self) -> tuple[Prompt, ...]:
+        """The next batch."""
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch handed out, as a plain JSON object."""
+        return {**self._identity, "iterator": self._iterator.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues with the batch that followed when the state was taken."""
+        for name, value in self._identity.items():
+            if state[name] != value:
+                raise UserError(
+                    f"{name}={value} must be {state[name]} as in the saved run, "
+                    "or the prompts would not continue where they stopped; start a new run directory"
+                )
+        self._iterator.set_state(state["iterator"])
+
+
+def _index_order(num_problems: int | None, seed: int) -> grain.MapDataset[int]:
+    if num_problems is None:
+        return grain.MapDataset.range(_ENDLESS)
+    # grain shuffles epoch e with its seed + e; hashing keeps run seeds 0 and 1 from being one epoch apart.
+    digest = hashlib.blake2b(f"prompt order {seed}".encode(), digest_size=4).digest()
+    return grain.MapDataset.range(num_problems).shuffle(seed=int.from_bytes(digest, "little")).repeat()

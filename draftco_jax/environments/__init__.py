@@ -1,0 +1,1 @@
+"""Tasks the policy is trained on."""

@@ -1,0 +1,1 @@
+"""Verifiers of responses, with the scorer that applies them to rollouts."""
