@@ -1,0 +1,67 @@
+# Everything here needs only Python 3.11+ and make; each target installs what it needs first.
+#
+#   make demo                      train the demo, leave runs/demo/report.html
+#   make test                      the test suite
+#   make test PYTHON=python3.12    the same suite on the newer pinned set, in a virtual environment of its own
+
+PYTHON ?= python3
+VENV ?= $(if $(filter python3,$(notdir $(PYTHON))),.venv,.venv-$(notdir $(PYTHON)))
+ARGS ?=
+
+BIN := $(VENV)/bin
+# An environment that is already there decides by its own version, not by that of PYTHON.
+VERSIONED := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+VERSION := $(shell $(VERSIONED) -c 'import sys; v = sys.version_info[:2]; print("3.12" if v >= (3, 12) else "3.11" if v == (3, 11) else "old")')
+CONSTRAINTS := .ci/constraints-python$(VERSION).txt
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-fast test test-all test-fast lint warm-start clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,5p'
+	@echo 'other targets: setup demo-fast test-fast test-all lint warm-start clean'
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml $(wildcard .ci/constraints-python*.txt)
+	@case '$(VERSION)' in 3.*) ;; \
+	  *) echo "PYTHON=$(PYTHON) must be Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2;; esac
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,notebooks]' -c $(CONSTRAINTS)
+	@touch $@
+
+# --resume: a second `make demo` continues a run that was stopped and leaves a finished one as it is.
+demo: $(STAMP)
+	$(BIN)/draftco train --config configs/grpo_arithmetic3_eagle3_cpu.py --run-dir runs/demo --resume $(ARGS)
+
+demo-fast: $(STAMP)
+	$(BIN)/draftco train --config configs/grpo_arithmetic2_eagle3_cpu.py --run-dir runs/demo-fast --resume $(ARGS)
+
+# tests/multidevice is a process of its own: the number of devices is fixed when JAX starts.
+test: $(STAMP)
+	$(PYTEST) tests $(ARGS)
+	$(PYTEST) tests/multidevice $(ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) tests -m '' $(ARGS)
+	$(PYTEST) tests/multidevice -m '' $(ARGS)
+
+test-fast: $(STAMP)
+	$(PYTEST) tests/architecture tests/unit $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Trains the shipped policies and drafts anew and replaces them, with their cards.
+warm-start: $(STAMP)
+	$(BIN)/python -m draftco_jax.warm_start --digits 2 --out draftco_jax/assets/arithmetic2
+	$(BIN)/python -m draftco_jax.warm_start --digits 3 --out draftco_jax/assets/arithmetic3
+
+# Runs and virtual environments stay.
+clean:
+	rm -rf .cache .pytest_cache .ruff_cache build dist *.egg-info
+	find draftco_jax pallas_kernels tests configs -name __pycache__ -type d -prune -exec rm -rf {} +
