@@ -1,0 +1,183 @@
+"""The config of a run: composes the components' own configs and checks what only a whole run can know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from draftco_jax.config_io import apply_overrides, load_python_config
+from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.environments.catalog import TaskConfig
+from draftco_jax.errors import UserError
+from draftco_jax.models.qwen3 import Qwen3Config
+from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.training.objective import GrpoConfig
+from draftco_jax.training.optimizer import OptimizerConfig
+
+SHIPPED = "shipped:"
+_ASSETS = Path(__file__).parent / "assets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """What a step generates."""
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    """G, the group size."""
+    max_new_tokens: int | None = None
+    """Response limit in tokens; none: what the task's full answers need."""
+    sampling: SamplingConfig = SamplingConfig()
+
+    def __post_init__(self) -> None:
+        """Refuse empty steps and limits."""
+        for name in ("prompts_per_step", "samples_per_prompt"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1; 32 prompts x 8 samples suit the demo")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be >= 1; use none for the task's own limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Held-out evaluation: before the first step, at the end, and every so many steps."""
+
+    prompts: int = 256
+    every_steps: int = 0
+    """0: only at the start and at the end."""
+
+    def __post_init__(self) -> None:
+        """Refuse empty evaluations."""
+        if self.prompts < 1:
+            raise ValueError(f"prompts={self.prompts} must be >= 1; 256 gives +- 0.06 at 95 %")
+        if self.every_steps < 0:
+            raise ValueError(f"every_steps={self.every_steps} must be >= 0; 0 evaluates at the start and at the end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How often the run is made resumable."""
+
+    every_steps: int = 10
+    """The last step is always saved; 0: only that one."""
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse intervals that save nothing sensible."""
+        if self.every_steps < 0:
+            raise ValueError(f"every_steps={self.every_steps} must be >= 0; 0 saves the last step only")
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep} must be >= 1, or there is nothing to resume from; 2 is usual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedConfig:
+    """The speed comparison at the end of a run: plain and speculative in turn, in one process, compiled before."""
+
+    batches: tuple[int, ...] = (1,)
+    draft_lengths: tuple[int, ...] = (1, 2, 4)
+    repetitions: int = 15
+    """Timed calls per setting; the median is quoted. 0: no comparison."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that measure nothing."""
+        if self.repetitions < 0:
+            raise ValueError(f"repetitions={self.repetitions} must be >= 0; 0 leaves the comparison out")
+        if not self.batches or min(self.batches) < 1:
+            raise ValueError(f"batches={self.batches} must be batch sizes >= 1; give e.g. 1,8")
+        if not self.draft_lengths or min(self.draft_lengths) < 1:
+            raise ValueError(f"draft_lengths={self.draft_lengths} must be lengths >= 1; give e.g. 1,2,4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run depends on. Two runs of one config on one machine give the same metrics, timings apart."""
+
+    steps: int
+    task: TaskConfig
+    policy: Qwen3Config
+    policy_checkpoint: str | None
+    """Folder in Hugging Face layout, `shipped:NAME`, or none for random weights."""
+    rollout: RolloutConfig
+    policy_optimizer: OptimizerConfig
+    algorithm: GrpoConfig = GrpoConfig()
+    speculation: Literal["off", "frozen", "cotrained"] = "cotrained"
+    """off: plain decoding, no draft. frozen: the draft never changes. cotrained: it trains inside the update."""
+    draft: Eagle3Config | None = None
+    draft_checkpoint: str | None = None
+    """Folder in EAGLE-3 layout, `shipped:NAME`, or none for random weights."""
+    draft_length: int = 4
+    """k: tokens proposed per verify round."""
+    draft_loss_weight: float = 1.0
+    """lambda of L_RL + lambda * L_draft; the policy's trajectory does not depend on it."""
+    draft_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    speed: SpeedConfig = SpeedConfig()
+    chunk_tokens: int = 4096
+    """Tokens whose logits exist at one time in the update."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Run the checks that need more than one component."""
+        _check_positive(self)
+        _check_group_size(self)
+        _check_training_law(self)
+        _check_draft(self)
+
+
+def _check_positive(cfg: RunConfig) -> None:
+    for name in ("steps", "draft_length", "chunk_tokens"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be >= 1; use speculation=off to switch drafting off")
+    if cfg.draft_loss_weight < 0:
+        raise ValueError(f"draft_loss_weight={cfg.draft_loss_weight} must be >= 0; 0 leaves the draft untrained")
+
+
+def _check_group_size(cfg: RunConfig) -> None:
+    algorithm, group = cfg.algorithm, cfg.rollout.samples_per_prompt
+    if group < 2 and (algorithm.std_normalise or algorithm.leave_one_out):
+        raise ValueError(
+            f"rollout.samples_per_prompt={group} must be >= 2 with algorithm.std_normalise={algorithm.std_normalise}, "
+            f"algorithm.leave_one_out={algorithm.leave_one_out}: one sample has neither spread nor others; raise it"
+        )
+
+
+def _check_training_law(cfg: RunConfig) -> None:
+    if cfg.rollout.sampling.greedy:
+        raise ValueError(
+            "rollout.sampling.temperature=0.0 must be > 0 in training: all samples of a group would be equal; use 1.0"
+        )
+
+
+def _check_draft(cfg: RunConfig) -> None:
+    if cfg.speculation == "off":
+        return
+    if cfg.draft is None:
+        raise ValueError(
+            f"draft=None with speculation={cfg.speculation} must be a draft config; give one, or speculation=off"
+        )
+    cfg.draft.check_target(cfg.policy)
+    if cfg.draft.draft_vocab_size < cfg.draft.vocab_size and cfg.draft_checkpoint is None:
+        raise ValueError(
+            f"draft.draft_vocab_size={cfg.draft.draft_vocab_size} is below vocab_size={cfg.draft.vocab_size} without "
+            "a map from draft ids to target ids; give a draft_checkpoint with d2t, or set it to vocab_size"
+        )
+
+
+def resolve_checkpoint(name: str) -> Path:
+    """Folder of a checkpoint given by path or as `shipped:NAME`."""
+    if not name.startswith(SHIPPED):
+        return Path(name)
+    folder = _ASSETS / name.removeprefix(SHIPPED)
+    if not folder.is_dir():
+        known = sorted(f"{SHIPPED}{p.parent.relative_to(_ASSETS)}" for p in _ASSETS.glob("**/config.json"))
+        raise UserError(f"checkpoint {name} is not shipped; shipped: {', '.join(known)}")
+    return folder
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a config file, apply `a.b=value` overrides, check the whole."""
+    return apply_overrides(load_python_config(Path(path), RunConfig), overrides)

@@ -1,0 +1,182 @@
+"""The RL step, in the order in which data moves.
+
+    prompts -> generate (propose, verify, commit) -> score -> pack -> update (policy, taps, draft) -> publish
+
+Each stage below is one named call; `types.py` has the records that pass between them, `run.py` the set-up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from draftco_jax.checkpoint import Checkpointer
+from draftco_jax.config import RunConfig
+from draftco_jax.data.packing import pack
+from draftco_jax.decoding.stats import speculation_stats
+from draftco_jax.evaluation import build_request
+from draftco_jax.losses.advantages import group_relative_advantages, zero_variance_fraction
+from draftco_jax.metrics import MetricsWriter, Progress, read_metrics, read_summary, write_summary
+from draftco_jax.profiling import StageClock
+from draftco_jax.report import write_report
+from draftco_jax.rewards.exact import score
+from draftco_jax.run import Run, claim_directory, set_up, start_or_resume
+from draftco_jax.summary import summarise_run
+from draftco_jax.training.update import TrainState
+from draftco_jax.types import PackedBatch, PolicyVersion, Prompt, Rollouts, ScoredRollouts, StepReport
+from draftco_jax.weight_sync import Published
+
+
+def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[str, Any]:
+    """Train, leave everything in the run directory, return the summary. A finished run is left as it is."""
+    run_dir, started = Path(run_dir), time.perf_counter()
+    claim_directory(cfg, run_dir, resume)
+    if (run_dir / "report.html").is_file() and (finished := read_summary(run_dir)):
+        return finished
+    with ExitStack() as stack:
+        run = set_up(cfg)
+        checkpoints = stack.enter_context(Checkpointer(run_dir, cfg.checkpoint.keep))
+        state = start_or_resume(run, checkpoints, resume)
+        first = int(state.step)
+        # Step 0 is the evaluation before training; with no finished checkpoint it is measured again.
+        writer = stack.enter_context(MetricsWriter(run_dir, (first or -1) if resume else None))
+        progress = stack.enter_context(Progress(cfg.steps, done_steps=first))
+        weights = publish(run, state)
+        if first == 0:
+            progress.stage("first evaluation (compiles the rollout program)")
+            writer.write(StepReport(0, evaluate(run, weights)))
+        progress.stage("training")
+        batch = None
+        for step in range(first + 1, cfg.steps + 1):
+            state, weights, batch, report = train_step(run, state, weights, step)
+            writer.write(report)
+            progress.update(step, report.metrics)
+            if _due(step, cfg.checkpoint.every_steps) or step == cfg.steps:
+                checkpoints.save(state, run.key, {"prompts": run.prompts.get_state()})
+        if batch is None:  # resumed after the last step: the timed update needs some batch
+            batch = make_batch(run, weights, next(run.prompts), cfg.steps)
+        summary = summarise_run(run, state, weights, batch, read_metrics(run_dir), progress.stage)
+        write_summary(run_dir, summary | {"wall_seconds": time.perf_counter() - started})
+    write_report(run_dir)
+    return read_summary(run_dir)
+
+
+def train_step(
+    run: Run, state: TrainState, weights: Published, step: int
+) -> tuple[TrainState, Published, PackedBatch, StepReport]:
+    """One step: rollouts with the published weights, an update, and the next publish."""
+    clock = StageClock()
+    prompts = next(run.prompts)
+    with clock.stage("generate"):
+        rollouts = generate(run, weights, prompts, step)
+    with clock.stage("score"):
+        scored = score_rollouts(run, prompts, rollouts, weights.version)
+        batch = pack_rollouts(run, scored)
+    with clock.stage("update"):
+        state, update_metrics = jax.block_until_ready(run.update(state, batch, *_update_inputs(run)))
+    with clock.stage("publish"):
+        weights = publish(run, state)
+    metrics = _rollout_metrics(scored, clock.seconds["generate"]) | _on_host(update_metrics)
+    metrics |= _learning_rates(run, step) | {"policy_version": float(scored.version.step)}
+    if _due(step, run.cfg.evaluation.every_steps) or step == run.cfg.steps:
+        metrics |= evaluate(run, weights)
+    times = {f"time_seconds/{name}": seconds for name, seconds in clock.seconds.items()}
+    times["time_seconds/step"] = sum(clock.seconds.values())
+    return state, weights, batch, StepReport(step, metrics | times)
+
+
+def generate(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> Rollouts:
+    """Roll out every prompt G times, on the host when it returns."""
+    request = build_request(prompts, run.cfg.rollout.samples_per_prompt, run.engine.shape, run.step_key(step))
+    return jax.device_get(run.engine.generate(weights.policy, weights.draft, request, run.draft_length))
+
+
+def score_rollouts(
+    run: Run, prompts: Sequence[Prompt], rollouts: Rollouts, version: PolicyVersion
+) -> ScoredRollouts:
+    """Attach rewards."""
+    rewards = score(run.task, prompts, rollouts, run.task.tokenizer, run.cfg.rollout.samples_per_prompt)
+    return ScoredRollouts(rollouts, tuple(prompts), jnp.asarray(rewards), version)
+
+
+def pack_rollouts(run: Run, scored: ScoredRollouts) -> PackedBatch:
+    """Advantages, then training rows, one sequence to a row."""
+    algorithm = run.cfg.algorithm
+    advantages = group_relative_advantages(
+        jnp.asarray(scored.rewards), std_normalise=algorithm.std_normalise, leave_one_out=algorithm.leave_one_out
+    )
+    rows, row_tokens = scored.rollouts.tokens.shape
+    return pack(scored, np.asarray(advantages), row_tokens, rows)
+
+
+def make_batch(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> PackedBatch:
+    """Generate, score and pack in one go."""
+    rollouts = generate(run, weights, prompts, step)
+    return pack_rollouts(run, score_rollouts(run, prompts, rollouts, weights.version))
+
+
+def publish(run: Run, state: TrainState) -> Published:
+    """Policy and draft to the rollout layout under one version."""
+    draft = state.draft if run.cotrained else run.models.draft
+    return run.publisher.publish(state.policy, draft, PolicyVersion(int(state.step)))
+
+
+def evaluate(run: Run, weights: Published) -> dict[str, float]:
+    """Pass rate and accepted length on the held-out prompts."""
+    result = run.evaluator.run(
+        run.engine, weights.policy, weights.draft, run.evaluation_key, draft_length=run.draft_length
+    )
+    metrics = {"eval/pass_rate": result.pass_rate, "eval/prompts": float(result.prompts)}
+    if result.accepted_length is not None:
+        metrics["eval/accepted_length"] = result.accepted_length
+    return metrics
+
+
+def _update_inputs(run: Run) -> tuple[Any, Any, Any]:
+    """lambda, the reference policy of the penalty, and the draft that is evaluated without being trained."""
+    reference = run.models.policy if run.cfg.algorithm.kl_coefficient > 0 else None
+    return jnp.float32(run.cfg.draft_loss_weight), reference, run.models.draft
+
+
+def _rollout_metrics(scored: ScoredRollouts, seconds: float) -> dict[str, float]:
+    rollouts, rewards = scored.rollouts, np.asarray(scored.rewards)
+    response_tokens = np.asarray(rollouts.lengths) - np.asarray(rollouts.prompt_lengths)
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/zero_variance_groups_fraction": float(zero_variance_fraction(jnp.asarray(rewards))),
+        "rollout/tokens": float(response_tokens.sum()),
+        "rollout/response_tokens_mean": float(response_tokens.mean()),
+        "rollout/truncated_fraction": float(1.0 - np.asarray(rollouts.finished).mean()),
+        "rollout/tokens_per_second": float(response_tokens.sum() / seconds),
+    }
+    stats = speculation_stats(rollouts)
+    if stats.accepted_length is not None and stats.accepted_length_papers is not None:
+        metrics["rollout/rounds"] = float(stats.rounds)
+        metrics["rollout/accepted_length"] = stats.accepted_length
+        metrics["rollout/accepted_length_papers"] = stats.accepted_length_papers
+        for position, rate in enumerate(stats.acceptance_rate_by_position, start=1):
+            metrics[f"rollout/acceptance_rate_position_{position}"] = rate
+    return metrics
+
+
+def _learning_rates(run: Run, step: int) -> dict[str, float]:
+    """Rates the step's update used: optax counts from 0."""
+    rates = {"policy/learning_rate": float(run.policy_schedule(step - 1))}
+    if run.cotrained:
+        rates["draft/learning_rate"] = float(run.draft_schedule(step - 1))
+    return rates
+
+
+def _on_host(metrics: dict[str, jax.Array]) -> dict[str, float]:
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

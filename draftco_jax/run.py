@@ -1,0 +1,213 @@
+"""Set up a run: directory, models, engine, data, optimizers, and the state to start or resume from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jaxtyping import Array
+
+from draftco_jax.checkpoint import Checkpointer
+from draftco_jax.config import RunConfig, resolve_checkpoint
+from draftco_jax.config_io import diff, to_json
+from draftco_jax.data.prompts import PromptBatches
+from draftco_jax.decoding.engine import Engine, EngineShape
+from draftco_jax.drafts.eagle3.checkpoint import load_draft
+from draftco_jax.environments.base import Task
+from draftco_jax.environments.catalog import build_task
+from draftco_jax.errors import UserError
+from draftco_jax.evaluation import Evaluator
+from draftco_jax.metrics import write_text_whole
+from draftco_jax.models.functional import ModelGraph, Params, initialise
+from draftco_jax.models.hf_weights import load_policy
+from draftco_jax.training.objective import ObjectiveSpec
+from draftco_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from draftco_jax.training.pretrain_draft import draft_from_policy
+from draftco_jax.training.update import Optimizers, TrainState, UpdateFn, init_state, make_update
+from draftco_jax.weight_sync import Publisher
+
+CONFIG_FILE = "config.json"
+
+# Purposes of the run's root key; a step uses fold_in(root, step), and steps are far below these.
+_POLICY_KEY, _DRAFT_KEY, _EVALUATION_KEY, _UNTRAINED_KEY, _SPEED_KEY = (2**31 + i for i in range(5))
+
+
+@dataclass(frozen=True)
+class Models:
+    """Structures and starting weights."""
+
+    policy_graph: ModelGraph
+    policy: Params
+    draft_graph: ModelGraph | None
+    draft: Params | None
+    """The draft before the first step: what a frozen draft stays, and the twin of a co-trained one."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything the loop uses, apart from the state that changes."""
+
+    cfg: RunConfig
+    key: Array
+    task: Task
+    models: Models
+    publisher: Publisher
+    engine: Engine
+    optimizers: Optimizers
+    spec: ObjectiveSpec
+    update: UpdateFn
+    prompts: PromptBatches
+    evaluator: Evaluator
+
+    @property
+    def draft_length(self) -> int:
+        """Drafted tokens per round; 0 in the arm without speculation."""
+        return self.cfg.draft_length if self.cfg.speculation != "off" else 0
+
+    @property
+    def cotrained(self) -> bool:
+        """Whether the update trains the draft."""
+        return self.cfg.speculation == "cotrained"
+
+    def step_key(self, step: int) -> Array:
+        """Key of a step's rollouts."""
+        return jax.random.fold_in(self.key, step)
+
+    @property
+    def evaluation_key(self) -> Array:
+        """The same in every evaluation, so that two evaluations differ by the weights only."""
+        return jax.random.fold_in(self.key, _EVALUATION_KEY)
+
+    @property
+    def speed_key(self) -> Array:
+        """Key of the timed rollouts."""
+        return jax.random.fold_in(self.key, _SPEED_KEY)
+
+    def policy_schedule(self, updates: int) -> float:
+        """Learning rate of the policy after so many updates."""
+        return float(learning_rate_schedule(self.cfg.policy_optimizer, self.cfg.steps)(updates))
+
+    def draft_schedule(self, updates: int) -> float:
+        """Learning rate of the draft after so many updates."""
+        return float(learning_rate_schedule(self.cfg.draft_optimizer, self.cfg.steps)(updates))
+
+    def untrained_draft(self) -> Params:
+        """A draft with freshly drawn weights, to compare with."""
+        assert self.cfg.draft is not None
+        return initialise(self.cfg.draft.build, jax.random.fold_in(self.key, _UNTRAINED_KEY))[1]
+
+
+def claim_directory(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
+    """Make the run directory hold this config, or refuse without touching anything."""
+    path, wanted = run_dir / CONFIG_FILE, to_json(cfg)
+    if path.is_file():
+        try:
+            held = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path} is not JSON ({error}); choose another run directory") from error
+        changes = diff(held, wanted)
+        if changes:
+            raise UserError(
+                f"run_dir={run_dir} holds a run of another config ({'; '.join(changes[:3])}); "
+                "choose another run directory, or resume with the settings it was started with"
+            )
+        if not resume:
+            raise UserError(f"run_dir={run_dir} already holds this run; add --resume, or choose another run directory")
+        return
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise UserError(f"run_dir={run_dir} exists and is not a run; choose a new or empty directory")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_text_whole(path, json.dumps(wanted, indent=2) + "\n")
+
+
+def load_models(cfg: RunConfig, key: Array) -> Models:
+    """Read the checkpoints the config names, or draw weights."""
+    if cfg.policy_checkpoint is None:
+        graph, policy = initialise(cfg.policy.build, jax.random.fold_in(key, _POLICY_KEY))
+    else:
+        folder = resolve_checkpoint(cfg.policy_checkpoint)
+        found, policy = load_policy(folder)
+        if found != cfg.policy:
+            raise UserError(f"policy_checkpoint={cfg.policy_checkpoint} is {found}, the config says {cfg.policy}")
+        graph, _ = initialise(cfg.policy.build, key)
+    if cfg.speculation == "off" or cfg.draft is None:
+        return Models(graph, policy, None, None)
+    if cfg.draft_checkpoint is None:
+        draft_graph, draft = initialise(cfg.draft.build, jax.random.fold_in(key, _DRAFT_KEY))
+        return Models(graph, policy, draft_graph, draft_from_policy(draft, policy))
+    found_draft, draft_graph, draft = load_draft(resolve_checkpoint(cfg.draft_checkpoint), training=cfg.draft)
+    if found_draft != cfg.draft:
+        raise UserError(f"draft_checkpoint={cfg.draft_checkpoint} is {found_draft}, the config says {cfg.draft}")
+    return Models(graph, policy, draft_graph, draft)
+
+
+def set_up(cfg: RunConfig) -> Run:
+    """Build everything but the state."""
+    key = jax.random.key(cfg.seed)
+    task = build_task(cfg.task, cfg.seed)
+    if task.tokenizer.vocab_size > cfg.policy.vocab_size:
+        raise UserError(
+            f"policy.vocab_size={cfg.policy.vocab_size} must be >= {task.tokenizer.vocab_size}, the size of the task's "
+            "tokenizer; choose a policy made for this task"
+        )
+    models = load_models(cfg, key)
+    publisher = Publisher(models.policy_graph, models.draft_graph)
+    graphs = publisher.rollout_graphs(models.policy, models.draft)
+    engine = Engine(*graphs, shape=_engine_shape(cfg, task), sampling=cfg.rollout.sampling)
+    draft_on = cfg.draft if models.draft is not None else None
+    spec = ObjectiveSpec(
+        policy_graph=models.policy_graph,
+        draft_graph=models.draft_graph,
+        tap_layers=draft_on.tap_layers if draft_on else (),
+        algorithm=cfg.algorithm,
+        sampling=cfg.rollout.sampling,
+        chunk_tokens=cfg.chunk_tokens,
+    )
+    optimizers = Optimizers(
+        policy=make_optimizer(cfg.policy_optimizer, cfg.steps),
+        draft=make_optimizer(cfg.draft_optimizer, cfg.steps) if cfg.speculation == "cotrained" else None,
+    )
+    return Run(
+        cfg=cfg,
+        key=key,
+        task=task,
+        models=models,
+        publisher=publisher,
+        engine=engine,
+        optimizers=optimizers,
+        spec=spec,
+        update=make_update(spec, draft_on, optimizers),
+        prompts=PromptBatches(task, cfg.rollout.prompts_per_step, cfg.seed),
+        evaluator=Evaluator(build_task(cfg.task, cfg.seed, "held_out"), cfg.evaluation.prompts),
+    )
+
+
+def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainState:
+    """The state of the newest finished checkpoint where there is one and `resume` asks for it, else step 0."""
+    state = init_state(run.models.policy, run.models.draft if run.cotrained else None, run.optimizers)
+    step = checkpoints.latest_step if resume else None
+    if step is None:
+        return state
+    restored = checkpoints.restore(step, state, run.key)
+    if not bool((jax.random.key_data(restored.key) == jax.random.key_data(run.key)).all()):
+        raise UserError(f"checkpoint step {step} was made with another random key; resume with the seed it was made with")
+    run.prompts.set_state(restored.data["prompts"])
+    return restored.state
+
+
+def _engine_shape(cfg: RunConfig, task: Task) -> EngineShape:
+    new_tokens = cfg.rollout.max_new_tokens or task.max_response_tokens
+    needed = task.max_prompt_tokens + new_tokens + cfg.draft_length
+    if needed > cfg.policy.max_position_embeddings:
+        raise UserError(
+            f"prompt {task.max_prompt_tokens} + rollout.max_new_tokens {new_tokens} + draft_length {cfg.draft_length} = "
+            f"{needed} tokens exceed policy.max_position_embeddings={cfg.policy.max_position_embeddings}; lower one"
+        )
+    return EngineShape(
+        prompt_capacity=task.max_prompt_tokens,
+        max_new_tokens=new_tokens,
+        stop_ids=(task.tokenizer.eos_id,),
+        pad_id=task.tokenizer.pad_id,
+    )

@@ -1,0 +1,107 @@
+"""The headline numbers of a finished run, measured at its end on the held-out prompts and on the clock."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from draftco_jax.models.functional import Params
+from draftco_jax.models.transformer import count_parameters
+from draftco_jax.run import Run
+from draftco_jax.speed import rollout_speed, step_speed
+from draftco_jax.training.update import TrainState
+from draftco_jax.types import PackedBatch, PolicyVersion
+from draftco_jax.weight_sync import Published
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def summarise_run(
+    run: Run,
+    state: TrainState,
+    weights: Published,
+    batch: PackedBatch,
+    metrics: Sequence[Mapping[str, float]],
+    stage: Callable[[str], None],
+) -> dict[str, Any]:
+    """Everything that `summary.json` holds, the wall time apart."""
+    cfg, first, last = run.cfg, metrics[0], metrics[-1]
+    steps = [line for line in metrics if line["step"] > 0]
+    summary: dict[str, Any] = {
+        "speculation": cfg.speculation,
+        "steps": cfg.steps,
+        "draft_length": run.draft_length,
+        "policy_parameters": count_parameters(state.policy),
+        "pass_rate_start": first["eval/pass_rate"],
+        "pass_rate_end": last["eval/pass_rate"],
+        "eval_prompts": cfg.evaluation.prompts,
+        "generator_trainer_kl_max": max(line["agreement/kl_k3"] for line in steps),
+        "generator_trainer_logprob_diff_max": max(line["agreement/logprob_diff_max"] for line in steps),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES},
+        "hardware": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "device": str(jax.devices()[0].device_kind),
+        },
+    }
+    if run.models.draft is None:
+        return summary
+    stage("accepted length of the twin and of an untrained draft")
+    summary |= {
+        "draft_parameters": count_parameters(run.models.draft),
+        "accepted_length_start": first.get("eval/accepted_length"),
+        "accepted_length_end": last.get("eval/accepted_length"),
+        "accepted_length_frozen_end": _accepted_length(run, state, run.models.draft),
+        "accepted_length_untrained": _accepted_length(run, state, run.untrained_draft()),
+    }
+    if cfg.speed.repetitions > 0:
+        stage("timing plain and speculative rollouts in turn")
+        summary |= _speed(run, state, weights, batch)
+    return summary
+
+
+def _accepted_length(run: Run, state: TrainState, draft: Params) -> float | None:
+    """Accepted length of another draft with the final policy, on the held-out prompts."""
+    weights = run.publisher.publish(state.policy, draft, PolicyVersion(int(state.step)))
+    return run.evaluator.run(
+        run.engine, weights.policy, weights.draft, run.evaluation_key, draft_length=run.draft_length
+    ).accepted_length
+
+
+def _speed(run: Run, state: TrainState, weights: Published, batch: PackedBatch) -> dict[str, Any]:
+    """Rollout speed by batch and drafted length, and whole-step speed."""
+    table = [row for size in run.cfg.speed.batches for row in rollout_speed(run, weights, size)]
+    first_batch = [row for row in table if row["batch"] == run.cfg.speed.batches[0]]
+    plain = first_batch[0]
+    best = max(first_batch[1:], key=lambda row: row["speedup"])
+    steps = step_speed(run, state, weights, batch)
+    return {
+        "tokens_per_second_plain": plain["tokens_per_second"],
+        "tokens_per_second_speculative": best["tokens_per_second"],
+        "rollout_speedup": best["speedup"],
+        "rollout_speedup_draft_length": best["draft_length"],
+        "end_to_end_speedup": steps["end_to_end_speedup"],
+        "draft_update_overhead": steps["draft_update_overhead"],
+        "speed": {"table": table, "steps": steps, "limits": _limits(plain, best, steps, run)},
+    }
+
+
+def _limits(plain: Mapping[str, Any], best: Mapping[str, Any], steps: Mapping[str, float], run: Run) -> str:
+    """What the measured numbers say about the limit, in words."""
+    cost = best["round_milliseconds"] / plain["round_milliseconds"]
+    rows = run.cfg.rollout.prompts_per_step * run.cfg.rollout.samples_per_prompt
+    return (
+        f"At batch {plain['batch']} a plain step takes {plain['round_milliseconds']:.3f} ms and a round with "
+        f"{best['draft_length']} drafted tokens {best['round_milliseconds']:.3f} ms, {cost:.2f} plain steps, and commits "
+        f"{best['accepted_length']:.2f} tokens, so the gain is bounded by {best['accepted_length']:.2f} / {cost:.2f} = "
+        f"{best['accepted_length'] / cost:.2f}. A policy this small is bound by the fixed cost of each operation, not by "
+        f"reading its weights, and one draft step costs about as much as half a policy step. At the training batch of "
+        f"{rows} sequences the work is bound by arithmetic: verifying {run.draft_length + 1} positions costs nearly "
+        f"{run.draft_length + 1} times one, which is why rollouts run at {steps['training_batch_rollout_speedup']:.2f}x "
+        "of plain there. Speculation pays where reading weights dominates: larger policies at small batch."
+    )
