@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from draftco_jax.report.run_data import RunData, Series
 
@@ -30,7 +30,8 @@ SKY = "#56b4e9"
 COTRAINED, FROZEN, SAMPLED, PLAIN = BLUE, ORANGE, INK, GREY
 
 # Shown at about 370 CSS pixels on a phone and 560 on a desk, this size keeps 9 point type between 9 and 14 pixels.
-WIDTH_INCHES, HEIGHT_INCHES = 5.2, 3.3
+# One height, so that cards side by side match.
+WIDTH_INCHES, HEIGHT_INCHES = 5.2, 3.7
 DOTS_PER_INCH = 190
 
 STYLE: dict[Any, Any] = {
@@ -82,10 +83,10 @@ def left_out(run: RunData, what: str) -> LeftOut:
     return LeftOut(f"{what}: not in the metrics of this run (speculation = {run.speculation}).")
 
 
-def new_figure(rows: int = 1, *, height: float = HEIGHT_INCHES) -> tuple[Figure, list[Axes]]:
+def new_figure(rows: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure of the house style with ``rows`` panels that share the step axis."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES, height))
+        figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES))
         panels = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
     return figure, list(panels)
 
@@ -95,6 +96,18 @@ def over_steps(axes: Axes, label: str) -> None:
     axes.set_xlabel(STEP_LABEL)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.set_ylabel(label)
+
+
+def log_scale(axes: Axes, low: float, high: float) -> None:
+    """Make the y axis logarithmic from low to high with few, plain tick labels."""
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    # Powers of ten alone leave a short axis with one label or none.
+    marks = (1.0, 2.0, 5.0) if high / low < 200 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=marks, numticks=7))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    if marks != (1.0,):
+        axes.yaxis.set_major_formatter("{x:g}")
 
 
 def draw_line(axes: Axes, series: Series, label: str, colour: object, *, smooth: bool = False, dash: str = "-") -> None:

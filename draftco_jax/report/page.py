@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, NamedTuple
@@ -82,10 +83,15 @@ def _plots(pictures: Sequence[Picture]) -> str:
     figures = [
         f'<figure>\n<h3>{escape(picture.title)}</h3>\n<img alt="{escape(picture.title)}" '
         f'src="data:image/png;base64,{base64.b64encode(picture.png).decode("ascii")}">\n'
-        f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>"
+        f"<figcaption>{_subscripts(escape(picture.caption))}</figcaption>\n</figure>"
         for picture in pictures
     ]
     return '<div class="plots">\n' + "\n".join(figures) + "\n</div>"
+
+
+def _subscripts(text: str) -> str:
+    """Set what a plain caption writes as ``τ_prob`` or ``Π_{j≤k}`` as a subscript."""
+    return re.sub(r"(?<=[^\W_])_(?:\{([^}]*)\}|(\w+))", lambda found: f"<sub>{found[1] or found[2]}</sub>", text)
 
 
 def _speed(run: RunData) -> str:
@@ -94,7 +100,7 @@ def _speed(run: RunData) -> str:
     rows: list[dict[str, Any]] = speed.get("table") or []
     plain = {row["batch"]: row["tokens_per_second"] for row in rows if row["draft_length"] == 0}
     lines = [_speed_row(row, plain.get(row["batch"])) for row in rows]
-    titles = ("batch", "drafted k", "tokens/s", "quartiles", "× plain", "accepted length", "ms per round")
+    titles = ("batch", "drafted k", "tokens/s", "× plain", "accepted length", "ms per round", "quartiles of tokens/s")
     if lines:
         paragraphs.append(_table(titles, lines, numeric=True))
     return f'<div class="box">{"".join(paragraphs)}</div>'
@@ -107,10 +113,10 @@ def _speed_row(row: dict[str, Any], plain: float | None) -> list[str]:
         str(row["batch"]),
         str(row["draft_length"]) if row["draft_length"] else "plain",
         f"{speed:,.0f}",
-        "–" if low is None or high is None else f"{low:,.0f} to {high:,.0f}",
         f"{speed / plain:.2f}" if plain else "–",
         "–" if accepted is None else f"{accepted:.2f}",
         "–" if row.get("round_milliseconds") is None else f"{row['round_milliseconds']:.3g}",
+        "–" if low is None or high is None else f"{low:,.0f} to {high:,.0f}",
     ]
 
 

@@ -14,24 +14,24 @@ h3 { font-size: 1rem; margin: 0 0 8px; }
 p { margin: 0 0 10px; }
 .facts { color: var(--soft); margin: 0; }
 .facts span { white-space: nowrap; }
-.facts span + span::before { content: " · "; }
+.facts span:not(:last-child)::after { content: " ·"; }
 .notice { background: #fff8e1; border: 1px solid #e6c65c; border-radius: 8px; padding: 10px 14px; margin: 14px 0; }
 .tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(215px, 1fr)); }
 .tile, figure, .box { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; }
 .tile { padding: 14px 16px; border-top: 3px solid var(--accent); }
 .tile .label { color: var(--soft); font-size: .85rem; }
-.tile .value { font-size: 1.4rem; font-weight: 650; line-height: 1.3; font-variant-numeric: tabular-nums;
-  white-space: nowrap; }
+.tile .value { font-size: 1.3rem; font-weight: 650; line-height: 1.3; font-variant-numeric: tabular-nums; }
 .tile .detail { color: var(--soft); font-size: .85rem; line-height: 1.4; margin-top: 4px; }
 .box { padding: 16px 18px; overflow-x: auto; }
 .box > :last-child { margin-bottom: 0; }
 .story { max-width: none; }
 .story li { margin-bottom: 6px; max-width: 85ch; }
 .story ul { margin: 0; padding-left: 1.2em; }
-.plots { display: grid; gap: 16px; grid-template-columns: repeat(2, minmax(0, 1fr)); align-items: start; }
+.plots { display: grid; gap: 16px; grid-template-columns: repeat(2, minmax(0, 1fr)); }
 figure { margin: 0; padding: 14px 16px; }
 figure img { display: block; width: 100%; height: auto; }
 figcaption { color: var(--soft); font-size: .88rem; line-height: 1.45; margin-top: 8px; }
+sub { font-size: .8em; line-height: 0; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child > td { border-bottom: 0; }
@@ -49,6 +49,7 @@ summary { cursor: pointer; font-weight: 600; }
   .plots, .pair { grid-template-columns: minmax(0, 1fr); }
   .tiles { grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 10px; }
   .tile { padding: 12px; }
+  .tile:first-child { grid-column: 1 / -1; }
   .tile .value { font-size: 1.15rem; }
   figure { padding: 10px; }
 }

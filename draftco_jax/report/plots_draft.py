@@ -22,22 +22,25 @@ from draftco_jax.report.figure_style import (
     over_steps,
 )
 from draftco_jax.report.run_data import RunData, Series
+from draftco_jax.report.words import signed
 
 # At step 1 both drafts have the same weights; a difference of tau_prob above this is worth a word.
 SAME_START_WITHIN = 1e-3
+
+TAU = r"$\tau_\mathrm{prob}$"
 
 
 def accepted_length(run: RunData) -> Drawn | LeftOut:
     """Tokens per verify round: sampled in the rollouts, and expected from the laws of both drafts."""
     wanted = [
         ("rollout/accepted_length", "sampled in rollouts", SAMPLED, "-"),
-        ("draft/tau_prob", "τ_prob, co-trained draft", COTRAINED, "-"),
+        ("draft/tau_prob", f"{TAU}, co-trained draft", COTRAINED, "-"),
         ("frozen_draft/tau_prob", _frozen_label(run), FROZEN, "--"),
     ]
     present = [item for item in wanted if run.has(item[0])]
     if not present:
         return left_out(run, "Accepted length")
-    figure, (axes,) = new_figure(height=3.6)
+    figure, (axes,) = new_figure()
     for name, label, colour, dash in present:
         draw_line(axes, run.series(name), label, colour, dash=dash)
     most = run.draft_length + 1
@@ -54,7 +57,7 @@ def accepted_length(run: RunData) -> Drawn | LeftOut:
 
 
 def _frozen_label(run: RunData) -> str:
-    return "τ_prob, frozen twin" if run.speculation == "cotrained" else "τ_prob, frozen draft"
+    return f"{TAU}, frozen {'twin' if run.speculation == 'cotrained' else 'draft'}"
 
 
 def acceptance_by_position(run: RunData) -> Drawn | LeftOut:
@@ -62,7 +65,7 @@ def acceptance_by_position(run: RunData) -> Drawn | LeftOut:
     count = run.count("rollout/acceptance_rate_position")
     if not count:
         return left_out(run, "Acceptance by position")
-    figure, (axes,) = new_figure(height=3.6)
+    figure, (axes,) = new_figure()
     # From dark to light in one scale that also orders in print and for any colour vision; its pale end is left out.
     colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.85, count))
     for position in range(1, count + 1):
@@ -94,12 +97,12 @@ def entropy_and_mismatch(run: RunData) -> Drawn | LeftOut:
     mismatch_part = Series(shared, [theirs[step] - ours[step] for step in shared])
     change = Series(shared, [theirs[step] - first for step in shared])
 
-    figure, (axes,) = new_figure(height=3.6)
+    figure, (axes,) = new_figure()
     axes.axhline(0.0, color=GREY, linewidth=0.9)
     draw_line(axes, entropy_part, "entropy part", BLUE)
     draw_line(axes, mismatch_part, "mismatch part", VERMILLION)
     draw_line(axes, change, "frozen twin's change (their sum)", INK, dash="--")
-    over_steps(axes, f"change of τ_prob since step {shared[0]} (tokens)")
+    over_steps(axes, f"change of {TAU} since step {shared[0]} (tokens)")
     legend_below(figure, [axes])
     return Drawn(figure, _split_caption(shared[0], theirs[shared[0]] - first))
 
@@ -113,9 +116,8 @@ def _split_caption(first_step: int, start_difference: float) -> str:
         "and what it gains by that is counted in the entropy part."
     )
     if abs(start_difference) > SAME_START_WITHIN:
-        caption += (
-            f" The two drafts already differed by {start_difference:+.3f} at step {first_step}; the sum starts there."
-        )
+        differed = f"The two drafts already differed by {signed(start_difference, 3)} at step {first_step}"
+        caption += f" {differed}; the sum starts there."
     return caption
 
 

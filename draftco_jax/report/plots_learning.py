@@ -17,6 +17,7 @@ from draftco_jax.report.figure_style import (
     draw_line,
     left_out,
     legend_below,
+    log_scale,
     new_figure,
     over_steps,
 )
@@ -37,7 +38,7 @@ def reward_and_pass_rate(run: RunData) -> Drawn | LeftOut:
         draw_line(axes, run.series("reward/mean"), "training reward", BLUE, smooth=True)
     if run.has("eval/pass_rate"):
         caption += _draw_pass_rates(axes, run)
-    over_steps(axes, "reward, pass rate (1 = all correct)")
+    over_steps(axes, "reward; pass rate (fraction)")
     legend_below(figure, [axes])
     return Drawn(figure, caption)
 
@@ -66,7 +67,7 @@ def agreement(run: RunData) -> Drawn | LeftOut:
     present = [item for item in wanted if run.has(item[0])]
     if not present:
         return left_out(run, "Generator-trainer agreement")
-    figure, panels = new_figure(len(present), height=1.9 * len(present) + 0.6)
+    figure, panels = new_figure(len(present))
     any_zero = False
     for axes, (name, label, colour) in zip(panels, present, strict=True):
         any_zero |= draw_on_log_axis(axes, run.series(name), label, colour)
@@ -89,13 +90,12 @@ def draw_on_log_axis(axes: Axes, series: Series, label: str, colour: str) -> boo
     zeros = [step for step, value in points if value <= 0]
     lowest = min((value for _, value in positive), default=FLOOR_WITHOUT_VALUES)
     floor = 10.0 ** math.floor(math.log10(lowest) - 0.5)
-    axes.set_yscale("log")
+    highest = max((value for _, value in positive), default=floor * 100)
+    log_scale(axes, floor / 2 if zeros else lowest / 2, highest * 2)
     if positive:
         draw_line(axes, Series([step for step, _ in positive], [value for _, value in positive]), label, colour)
     if zeros:
         axes.plot(zeros, [floor] * len(zeros), "v", color=colour, fillstyle="none", label=f"exactly 0: {label}")
-    highest = max((value for _, value in positive), default=floor * 100)
-    axes.set_ylim(floor / 2 if zeros else lowest / 3, highest * 3)
     return bool(zeros)
 
 
@@ -108,7 +108,7 @@ def entropy_and_length(run: RunData) -> Drawn | LeftOut:
     present = [item for item in wanted if run.has(item[0])]
     if not present:
         return left_out(run, "Entropy and response length")
-    figure, panels = new_figure(len(present), height=1.9 * len(present) + 0.6)
+    figure, panels = new_figure(len(present))
     for axes, (name, label, unit, colour) in zip(panels, present, strict=True):
         draw_line(axes, run.series(name), label, colour, smooth=True)
         over_steps(axes, unit)
@@ -128,7 +128,7 @@ def gradient_norms(run: RunData) -> Drawn | LeftOut:
         draw_on_log_axis(axes, run.series(name), label, colour)
     values = [value for name, _, _ in present for value in run.series(name).values if value > 0]
     if values:
-        axes.set_ylim(min(values) / 2, max(values) * 2)
+        log_scale(axes, min(values) / 1.5, max(values) * 1.5)
     over_steps(axes, "global gradient norm (log scale)")
     legend_below(figure, [axes])
     caption = "Global norm before clipping. "

@@ -15,6 +15,7 @@ from draftco_jax.report.figure_style import (
     GREEN,
     GREY,
     HEIGHT_INCHES,
+    INK,
     ORANGE,
     PLAIN,
     PURPLE,
@@ -43,8 +44,9 @@ def tokens_per_second(run: RunData) -> Drawn | LeftOut:
     if not run.has("rollout/tokens_per_second"):
         return left_out(run, "Rollout speed")
     figure, (axes,) = new_figure()
-    draw_line(axes, run.series("rollout/tokens_per_second"), "rollouts", GREEN, smooth=True)
+    draw_line(axes, run.series("rollout/tokens_per_second"), "rollouts", GREEN)
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     over_steps(axes, "generated tokens per second")
     legend_below(figure, [axes])
     return Drawn(
@@ -106,14 +108,14 @@ def plain_and_speculative(run: RunData) -> Drawn | LeftOut:
     columns = min(2, len(batches))
     rows = -(-len(batches) // columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES, max(HEIGHT_INCHES, 2.3 * rows + 0.4)))
+        figure = Figure(figsize=(WIDTH_INCHES, max(HEIGHT_INCHES, 1.7 * rows + 0.3)))
         panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, batch in zip(panels, batches, strict=False):
         _draw_bars(axes, [row for row in table if row["batch"] == batch], f"batch {batch}")
     for axes in panels[len(batches) :]:
         axes.remove()
-    figure.supxlabel("drafted tokens per verify round (k)", fontsize=9)
-    figure.supylabel("tokens per second", fontsize=9)
+    figure.supxlabel("drafted tokens per verify round (k)", fontsize=9, color=INK)
+    figure.supylabel("tokens per second", fontsize=9, color=INK)
     caption = (
         "Median tokens per second of the generate program after compilation; bars span the quartiles, the figure over "
         "each bar is its ratio to plain decoding of the same batch size. Each panel has its own scale."
@@ -133,16 +135,8 @@ def _draw_bars(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
     for place, row, speed, high in zip(places, rows, speeds, highs, strict=True):
         if plain and row["draft_length"] > 0:
             colour = GREEN if speed > plain[0] else VERMILLION
-            top = (0, 3)
-            axes.annotate(
-                f"{speed / plain[0]:.2f}×",
-                (place, speed + high),
-                xytext=top,
-                textcoords="offset points",
-                ha="center",
-                color=colour,
-                fontsize=8,
-            )
+            above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+            axes.annotate(f"{speed / plain[0]:.2f}×", (place, speed + high), color=colour, **above)
     axes.set_xticks(list(places), ["plain" if row["draft_length"] == 0 else str(row["draft_length"]) for row in rows])
     axes.set_ylim(0, 1.18 * max(speed + high for speed, high in zip(speeds, highs, strict=True)))
     axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -9,6 +9,7 @@ from draftco_jax.report.run_data import RunData
 from draftco_jax.report.statistics import wilson_interval
 
 NOT_MEASURED = "not measured"
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Tile(NamedTuple):
@@ -30,8 +31,19 @@ def number(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if value != 0 and abs(value) < 1e-3:
-        return f"{value:.2e}"
+        return power_of_ten(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def power_of_ten(value: float) -> str:
+    """A small number as people write it: 5.1 × 10⁻¹⁴, in one piece on a line."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}\u00a0×\u00a010{str(int(exponent)).translate(SUPERSCRIPTS)}"
+
+
+def signed(value: float, digits: int) -> str:
+    """A change with its sign, the minus as a minus."""
+    return f"{value:+.{digits}f}".replace("-", "\u2212")
 
 
 def duration(seconds: float) -> str:
@@ -45,7 +57,7 @@ def duration(seconds: float) -> str:
 
 def percent(fraction: float) -> str:
     """A fraction as a percentage with one decimal."""
-    return f"{100 * fraction:.1f} %"
+    return f"{100 * fraction:.1f}\u00a0%"
 
 
 def tiles(run: RunData) -> list[Tile]:
@@ -73,7 +85,7 @@ def pass_rates(run: RunData) -> tuple[float, float, int] | None:
 
 def _interval(rate: float, count: int) -> str:
     low, high = wilson_interval(rate, count)
-    return f"{100 * low:.1f}–{100 * high:.1f} %"
+    return f"{100 * low:.1f}–{100 * high:.1f}\u00a0%"
 
 
 def _pass_rate_tile(run: RunData) -> Tile | None:
@@ -88,11 +100,10 @@ def _accepted_length_tile(run: RunData) -> Tile | None:
     start, end = run.headline("accepted_length_start"), run.headline("accepted_length_end")
     if start is None or end is None:
         return None
-    beside = [
-        f"{label} {value:.2f}"
-        for label, name in (("untrained", "accepted_length_untrained"), ("frozen twin", "accepted_length_frozen_end"))
-        if (value := run.headline(name)) is not None
-    ]
+    others = [("untrained", "accepted_length_untrained")]
+    if run.speculation == "cotrained":
+        others.append(("frozen twin at the end", "accepted_length_frozen_end"))
+    beside = [f"{label} {value:.2f}" for label, name in others if (value := run.headline(name)) is not None]
     detail = "; ".join([f"tokens per verify round, at most {run.draft_length + 1}", *beside])
     return Tile("Accepted length", f"{start:.2f} → {end:.2f}", detail)
 
@@ -152,7 +163,7 @@ def _pass_rate_words(run: RunData) -> str:
         return ""
     start, end, count = found
     moved = "did not change" if start == end else f"went from {percent(start)} to {percent(end)}"
-    words = f"The pass rate on {count} held-out prompts {moved} ({100 * (end - start):+.1f} points)."
+    words = f"The pass rate on {count} held-out prompts {moved} ({signed(100 * (end - start), 1)} points)."
     (low_a, high_a), (low_b, high_b) = wilson_interval(start, count), wilson_interval(end, count)
     overlap = "overlap" if low_b <= high_a and low_a <= high_b else "do not overlap"
     return f"{words} The 95 % intervals of the two {overlap}."
@@ -184,8 +195,8 @@ def _split_words(run: RunData) -> str:
     mismatch_part = theirs_at[shared[-1]] - ours_at[shared[-1]]
     return (
         f"From step {shared[0]} to step {shared[-1]} the frozen twin's expected accepted length changed by "
-        f"{entropy_part + mismatch_part:+.2f} tokens: {entropy_part:+.2f} entropy part (learning of the co-trained "
-        f"draft included) and {mismatch_part:+.2f} mismatch part."
+        f"{signed(entropy_part + mismatch_part, 2)} tokens: {signed(entropy_part, 2)} entropy part "
+        f"(learning of the co-trained draft included) and {signed(mismatch_part, 2)} mismatch part."
     )
 
 

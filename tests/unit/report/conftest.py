@@ -20,7 +20,7 @@ def draft_metrics(progress, noise, speculation):
     for position in range(1, K + 1):
         rate = (0.8 + 0.1 * progress) ** position + 0.01 * noise[position]
         metrics[f"rollout/acceptance_rate_position_{position}"] = min(1.0, rate)
-    metrics["frozen_draft/tau_prob"] = 3.3 + 0.35 * progress + 0.03 * noise[5]
+    metrics["frozen_draft/tau_prob"] = 3.3 + 0.35 * progress + 0.03 * noise[5] * min(1.0, 20 * progress)
     for number in range(1, PASSES + 1):
         metrics[f"frozen_draft/tv_pass_{number}"] = 0.2 + 0.02 * number - 0.05 * progress
     if speculation == "cotrained":
@@ -121,6 +121,12 @@ def make_fake_run(run_dir, speculation="cotrained", *, steps=60, finished=True, 
     if finished:
         write_summary(run_dir, summary_of(steps, speculation))
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def make_run():
+    """The maker of fake runs in a given directory."""
+    return make_fake_run
 
 
 @pytest.fixture

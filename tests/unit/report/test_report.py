@@ -1,6 +1,7 @@
 """Tests of the report page: complete for every arm, self-contained, honest about what is missing."""
 
 import re
+from functools import cache
 from html.parser import HTMLParser
 
 import pytest
@@ -8,6 +9,11 @@ import pytest
 from draftco_jax.errors import UserError
 from draftco_jax.report import write_report
 from draftco_jax.report.plots import PLOTS
+from draftco_jax.report.plots_draft import entropy_and_mismatch
+from draftco_jax.report.plots_learning import agreement
+from draftco_jax.report.plots_speed import tokens_per_second
+from draftco_jax.report.run_data import load_run
+from draftco_jax.report.words import number, sentences
 
 EVERY_PLOT = {plot.name for plot in PLOTS}
 ARMS = {
@@ -51,10 +57,22 @@ def page_of(run_dir):
     return html, Page(html)
 
 
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory, make_run):
+    """(run directory, its parsed page, its text) of a fake run, by arm; made once: drawing takes seconds."""
+
+    @cache
+    def make(arm):
+        run_dir = make_run(tmp_path_factory.mktemp(arm), arm, steps=20)
+        html, page = page_of(run_dir)
+        return run_dir, page, html
+
+    return make
+
+
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_plot_is_there_or_explained(fake_run, arm):
-    run_dir = fake_run(arm, steps=20)
-    _, page = page_of(run_dir)
+def test_every_plot_is_there_or_explained(reports, arm):
+    run_dir, page, _ = reports(arm)
     drawn = {path.stem for path in (run_dir / "plots").iterdir()}
     assert drawn == EVERY_PLOT - ARMS[arm]
     assert page.figures == len(drawn)
@@ -63,45 +81,73 @@ def test_every_plot_is_there_or_explained(fake_run, arm):
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_page_needs_nothing_but_itself(fake_run, arm):
-    html, page = page_of(fake_run(arm, steps=3))
+def test_page_needs_nothing_but_itself(reports, arm):
+    _, page, html = reports(arm)
     assert page.sources and all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert not re.search(r"https?://|<script|@import|url\(", html)
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_no_nan_or_none_is_shown(fake_run, arm):
-    _, page = page_of(fake_run(arm, steps=3))
+def test_no_nan_or_none_is_shown(reports, arm):
+    _, page, _ = reports(arm)
     assert not re.search(r"\b(nan|inf|None|null)\b", page.words.split("Resolved configuration")[0])
 
 
-def test_headlines_say_what_the_summary_says(fake_run):
-    _, page = page_of(fake_run(steps=20))
+def test_headlines_say_what_the_summary_says(reports):
+    _, page, _ = reports("cotrained")
     for words in (
         "59.0 % → 85.2 %",
         "95 % intervals 52.9–64.8 % and 80.3–89.0 %, 256 held-out prompts",
         "3.31 → 3.78",
-        "at most 5; untrained 1.07; frozen twin 3.62",
+        "at most 5; untrained 1.07; frozen twin at the end 3.62",
         "1.20×",
         "k = 2, 1,080 against 900 tokens/s plain",
         "1.06×",
         "draft update overhead 21.0 %",
-        "5.10e-14",
+        "5.1 × 10⁻¹⁴",
     ):
         assert words in page.words
 
 
-def test_the_story_follows_the_numbers(fake_run):
-    _, page = page_of(fake_run(steps=20))
+def test_the_story_follows_the_numbers(reports):
+    _, page, _ = reports("cotrained")
     assert "went from 59.0 % to 85.2 % (+26.2 points). The 95 % intervals of the two do not overlap." in page.words
     assert "speculative rollouts were 20.0 % faster than plain ones" in page.words
-    assert re.search(r"changed by \+0\.3\d tokens: \+0\.5\d entropy part .* and -0\.\d\d mismatch part", page.words)
+    assert re.search(
+        r"changed by \+0\.3\d tokens: \+0\.5\d entropy part .* and \u22120\.\d\d mismatch part", page.words
+    )
 
 
-def test_speed_section_has_the_table_and_its_reasons(fake_run):
-    _, page = page_of(fake_run(steps=3))
+def test_speed_section_has_the_table_and_its_reasons(reports):
+    _, page, _ = reports("cotrained")
     assert "costs 3.3 plain tokens at batch 1" in page.words and "At batch 32 it costs 5.2." in page.words
-    assert "8 2 5,900 5,723 to 6,018 1.05 2.50 3.4" in page.words
+    assert "8 2 5,900 1.05 2.50 3.4 5,723 to 6,018" in page.words
+
+
+def test_text_of_the_run_is_escaped(reports):
+    _, page, html = reports("off")
+    assert "<script>&" in page.words and "&lt;script&gt;&amp;" in html
+
+
+def test_same_numbers_give_the_same_bytes_and_an_older_plot_goes(reports):
+    run_dir, _, html = reports("off")
+    (run_dir / "plots" / "draft_loss.png").write_bytes(b"of an earlier report")
+    assert write_report(run_dir).read_text(encoding="utf-8") == html
+    assert not (run_dir / "plots" / "draft_loss.png").exists()
+
+
+def test_a_run_that_has_not_ended_has_a_report(fake_run):
+    _, page = page_of(fake_run(steps=1, finished=False))
+    assert "has written no summary yet" in page.words
+    assert "it is timed at the end of a run" in page.words
+    assert page.figures == len(EVERY_PLOT) - 1
+
+
+def test_slower_is_called_slower(fake_run):
+    run_dir = fake_run(steps=1)
+    text = (run_dir / "summary.json").read_text().replace('"rollout_speedup": 1.2', '"rollout_speedup": 0.8')
+    (run_dir / "summary.json").write_text(text)
+    assert "speculative rollouts were 20.0\u00a0% slower than plain ones" in " ".join(sentences(load_run(run_dir)))
 
 
 def test_values_that_are_not_finite_are_named(fake_run):
@@ -111,60 +157,50 @@ def test_values_that_are_not_finite_are_named(fake_run):
         if step == 5:
             metrics["policy/gradient_norm"] = float("inf")
 
-    _, page = page_of(fake_run(steps=20, change=change))
-    assert "Not finite, and left out of the plots: draft/loss at steps 3, 4" in page.words
-    assert "policy/gradient_norm at step 5" in page.words
+    words = sentences(load_run(fake_run(steps=6, change=change)))[-1]
+    assert words.startswith("Not finite, and left out of the plots: ")
+    assert "draft/loss at steps 3, 4" in words and "policy/gradient_norm at step 5" in words
 
 
 def test_a_metric_that_is_never_finite_counts_as_missing(fake_run):
-    run_dir = fake_run(steps=3, change=lambda _, metrics: metrics.update({"rollout/tokens_per_second": float("nan")}))
-    _, page = page_of(run_dir)
-    assert not (run_dir / "plots" / "tokens_per_second.png").exists()
-    assert "Rollout speed: not in the metrics of this run" in page.words
+    nan = {"rollout/tokens_per_second": float("nan")}
+    run = load_run(fake_run(steps=2, change=lambda _, metrics: metrics.update(nan)))
+    assert "Rollout speed: not in the metrics of this run" in tokens_per_second(run).reason
 
 
-def test_a_summary_value_that_is_missing_is_said_so(fake_run):
-    run_dir = fake_run("off", steps=3)
-    text = (run_dir / "summary.json").read_text()
-    text = text.replace('"wall_seconds": 187.3', '"wall_seconds": null').replace("5.1e-14", '"nan"')
-    (run_dir / "summary.json").write_text(text)
-    _, page = page_of(run_dir)
-    assert "not measured" in page.words and "not finite (nan)" in page.words
-
-
-def test_a_run_that_has_not_ended_has_a_report(fake_run):
-    run_dir = fake_run(steps=1, finished=False)
-    _, page = page_of(run_dir)
-    assert "has written no summary yet" in page.words
-    assert "it is timed at the end of a run" in page.words
-    assert page.figures == len(EVERY_PLOT) - 1
+def test_a_summary_value_that_is_missing_is_said_so():
+    assert number(None) == "not measured"
+    assert number(float("nan")) == "not finite (nan)"
+    assert [number(value) for value in (0.0, 12345.6, 0.85156, 7, "off")] == ["0", "12,346", "0.8516", "7", "off"]
 
 
 def test_exact_zeros_of_the_kl_are_shown_and_explained(fake_run):
-    run_dir = fake_run("off", steps=3, change=lambda _, metrics: metrics.update({"agreement/kl_k3": 0.0}))
-    text = (run_dir / "summary.json").read_text().replace("5.1e-14", "0.0")
-    (run_dir / "summary.json").write_text(text)
-    _, page = page_of(run_dir)
-    assert "Exact zeros cannot stand on a logarithmic axis" in page.words
-    assert "the same log-probability, to the last bit" in page.words
+    zero = {"agreement/kl_k3": 0.0}
+    run_dir = fake_run("off", steps=3, finished=False, change=lambda _, metrics: metrics.update(zero))
+    run = load_run(run_dir)
+    drawn = agreement(run)
+    assert "Exact zeros cannot stand on a logarithmic axis" in drawn.caption
+    lines = [line for line in drawn.figure.axes[0].get_lines() if "exactly 0" in line.get_label()]
+    assert [len(line.get_xdata()) for line in lines] == [3]
+    assert any("the same log-probability, to the last bit" in words for words in sentences(run))
 
 
-def test_text_of_the_run_is_escaped(fake_run):
-    html, page = page_of(fake_run(steps=1))
-    assert "<script>&" in page.words and "&lt;script&gt;&amp;" in html
+def test_entropy_and_mismatch_add_up_to_the_change_of_the_frozen_twin(fake_run):
+    def change(step, metrics):
+        metrics |= {"draft/tau_prob": 3.0 + 0.1 * step, "frozen_draft/tau_prob": 3.1 + 0.06 * (step - 1)}
+
+    drawn = entropy_and_mismatch(load_run(fake_run(steps=3, change=change)))
+    lines = {line.get_label(): line.get_ydata() for line in drawn.figure.axes[0].get_lines()}
+    assert lines["entropy part"] == pytest.approx([0.0, 0.1, 0.2])
+    assert lines["mismatch part"] == pytest.approx([0.0, -0.04, -0.08])
+    assert lines["frozen twin's change (their sum)"] == pytest.approx([0.0, 0.06, 0.12])
+    assert "counted in the entropy part" in drawn.caption and "already differed" not in drawn.caption
 
 
-def test_same_numbers_give_the_same_bytes(fake_run):
-    run_dir = fake_run("off", steps=3)
-    assert write_report(run_dir).read_bytes() == write_report(run_dir).read_bytes()
-
-
-def test_a_plot_of_an_earlier_report_is_removed(fake_run):
-    run_dir = fake_run("off", steps=3)
-    write_report(run_dir)
-    (run_dir / "plots" / "draft_loss.png").write_bytes(b"old")
-    write_report(run_dir)
-    assert not (run_dir / "plots" / "draft_loss.png").exists()
+def test_two_drafts_that_start_apart_are_called_so(fake_run):
+    apart = {"draft/tau_prob": 3.0, "frozen_draft/tau_prob": 2.9}
+    drawn = entropy_and_mismatch(load_run(fake_run(steps=2, change=lambda _, metrics: metrics.update(apart))))
+    assert "already differed by \u22120.100 at step 1" in drawn.caption
 
 
 def test_a_directory_without_a_run_is_one_clear_line(fake_run, tmp_path):
