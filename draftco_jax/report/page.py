@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -103,6 +103,9 @@ def _speed(run: RunData) -> str:
     titles = ("batch", "drafted k", "tokens/s", "× plain", "accepted length", "ms per round", "quartiles of tokens/s")
     if lines:
         paragraphs.append(_table(titles, lines, numeric=True))
+    if steps := speed.get("steps"):
+        paragraphs.append("<h3>At the training batch, whole steps and their parts</h3>")
+        paragraphs.append(_meanings_table(steps))
     return f'<div class="box">{"".join(paragraphs)}</div>'
 
 
@@ -128,15 +131,19 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: boo
 
 
 def _summary_table(run: RunData) -> str:
+    # Those with parts, such as speed and versions, have their own places.
+    plain = {key: value for key, value in run.summary.items() if not isinstance(value, dict | list)}
+    return f'<div class="box">{_meanings_table(plain)}</div>'
+
+
+def _meanings_table(values: Mapping[str, Any]) -> str:
     lines: list[str] = []
-    for key, value in run.summary.items():
-        if isinstance(value, dict | list):  # speed, versions, hardware: they have their own places
-            continue
+    for key, value in values.items():
         meaning = f'<span class="meaning">{escape(MEANINGS[key])}</span>' if key in MEANINGS else ""
         lines.append(
             f'<tr><td><code>{escape(key)}</code>{meaning}</td><td class="number">{escape(number(value))}</td></tr>'
         )
-    return '<div class="box"><table>\n<tbody>\n' + "\n".join(lines) + "\n</tbody>\n</table></div>"
+    return "<table>\n<tbody>\n" + "\n".join(lines) + "\n</tbody>\n</table>"
 
 
 def _versions(run: RunData) -> str:

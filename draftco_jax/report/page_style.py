@@ -32,6 +32,7 @@ figure { margin: 0; padding: 14px 16px; }
 figure img { display: block; width: 100%; height: auto; }
 figcaption { color: var(--soft); font-size: .88rem; line-height: 1.45; margin-top: 8px; }
 sub { font-size: .8em; line-height: 0; }
+table + h3 { margin-top: 24px; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child > td { border-bottom: 0; }

@@ -43,6 +43,9 @@ def accepted_length(run: RunData) -> Drawn | LeftOut:
     figure, (axes,) = new_figure()
     for name, label, colour, dash in present:
         draw_line(axes, run.series(name), label, colour, dash=dash)
+    held_out = run.series("eval/accepted_length")
+    if held_out.steps:
+        axes.plot(*held_out, "D", color=VERMILLION, label="sampled, held-out prompts")
     most = run.draft_length + 1
     axes.axhline(most, color=GREY, linestyle=":", linewidth=1.4, label=f"most possible, K + 1 = {most}")
     axes.set_ylim(1.0, most + 0.2)

@@ -4,6 +4,8 @@ MEANINGS = {
     "speculation": "arm of the run: off, frozen or cotrained",
     "steps": "policy updates made",
     "draft_length": "K, tokens drafted per verify round",
+    "policy_parameters": "numbers in the policy that training moves",
+    "draft_parameters": "numbers in the draft that training moves",
     "pass_rate_start": "before training, one sample per held-out prompt at temperature 1",
     "pass_rate_end": "after training, on the same prompts",
     "eval_prompts": "held-out prompts in an evaluation",
@@ -18,6 +20,8 @@ MEANINGS = {
     "rollout_speedup": "speculative / plain tokens per second",
     "rollout_speedup_draft_length": "drafted tokens per round in that comparison",
     "end_to_end_speedup": "speed of a whole training step against one with plain rollouts",
-    "draft_update_overhead": "what training the draft adds, as a fraction",
+    "draft_update_overhead": "what training the draft adds to an update, as a fraction",
+    "frozen_twin_overhead": "what scoring the frozen twin adds to an update, as a fraction; only this report needs it",
+    "training_batch_rollout_speedup": "speculative / plain speed of generating one training batch",
     "wall_seconds": "wall-clock seconds of the run",
 }

@@ -122,6 +122,7 @@ def test_speed_section_has_the_table_and_its_reasons(reports):
     _, page, _ = reports("cotrained")
     assert "costs 3.3 plain tokens at batch 1" in page.words and "At batch 32 it costs 5.2." in page.words
     assert "8 2 5,900 1.05 2.50 3.4 5,723 to 6,018" in page.words
+    assert "speculative / plain speed of generating one training batch 0.84" in page.words
 
 
 def test_text_of_the_run_is_escaped(reports):
