@@ -26,9 +26,9 @@ COLUMNS = (
 class Progress:
     """Shows how far a run is and its last reward, pass rate, accepted length and tokens/s; a context manager.
 
-    On a terminal: a bar with the remaining time. Elsewhere (a file, a pipe): one plain line about every ten seconds,
-    the first finished step and the last one always among them. A value stays in sight until a newer one comes, so the
-    pass rate is that of the newest evaluation.
+    On a terminal: a bar with the remaining time. Elsewhere (a file, a pipe): a plain line for each stage and, about
+    every ten seconds, one for a step; the first finished step and the last one are always among them. A value stays in
+    sight until a newer one comes, so the pass rate is that of the newest evaluation.
     """
 
     def __init__(
@@ -65,19 +65,18 @@ class Progress:
         for name, label, style in COLUMNS:
             if name in metrics:
                 self._shown[label] = style.format(float(metrics[name]))
-        values = "  ".join(f"{label} {value}" for label, value in self._shown.items())
+        values = "  ".join(f"{label} {self._shown[label]}" for _, label, _ in COLUMNS if label in self._shown)
         self._bar.update(self._task, completed=step, values=values)
         always = self._first is None or step >= self._total
         self._first = self._first or (step, self._clock())
         if not self._console.is_terminal and (always or self._clock() >= self._line_due):
             self._line_due = self._clock() + SECONDS_BETWEEN_LINES
-            self._plain(f"{self._title} {step}/{self._total}{self._remaining(step)}  {values}")
+            self._plain(f"{self._title} {step}/{self._total}{self._remaining(step)}  {values}".rstrip())
 
     def stage(self, text: str) -> None:
         """Say what is going on where no step ends for a while: compiling, evaluating, timing."""
         self._bar.update(self._task, description=f"{self._title}: {text}")
-        if not self._console.is_terminal and self._clock() >= self._line_due:
-            self._line_due = self._clock() + SECONDS_BETWEEN_LINES
+        if not self._console.is_terminal:
             self._plain(f"{self._title}: {text}")
 
     def _remaining(self, step: int) -> str:

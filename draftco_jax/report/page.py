@@ -10,7 +10,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from draftco_jax.report.page_style import CSS
-from draftco_jax.report.run_data import RunData
+from draftco_jax.report.run_data import RunData, speedup
 from draftco_jax.report.summary_words import MEANINGS
 from draftco_jax.report.words import duration, number, sentences, tiles
 
@@ -116,7 +116,7 @@ def _speed_row(row: dict[str, Any], plain: float | None) -> list[str]:
         str(row["batch"]),
         str(row["draft_length"]) if row["draft_length"] else "plain",
         f"{speed:,.0f}",
-        f"{speed / plain:.2f}" if plain else "–",
+        f"{speedup(row, plain):.2f}" if plain else "–",
         "–" if accepted is None else f"{accepted:.2f}",
         "–" if row.get("round_milliseconds") is None else f"{row['round_milliseconds']:.3g}",
         "–" if low is None or high is None else f"{low:,.0f} to {high:,.0f}",

@@ -136,7 +136,7 @@ def draft_loss(run: RunData) -> Drawn | LeftOut:
     for number in range(1, passes + 1):
         draw_line(axes, run.series(f"draft/loss_pass_{number}"), f"pass {number}", colours[number - 1], smooth=True)
     if run.has("draft/loss"):
-        draw_line(axes, run.series("draft/loss"), "weighted sum", INK, smooth=True, dash="--")
+        draw_line(axes, run.series("draft/loss"), "all passes, weighted", INK, smooth=True, dash="--")
     over_steps(axes, "loss (nats per label token)")
     legend_below(figure, [axes])
     return Drawn(

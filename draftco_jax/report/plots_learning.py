@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
@@ -26,6 +28,7 @@ from draftco_jax.report.statistics import wilson_interval
 
 # Where a logarithmic axis shows exact zeros if no positive value says where its floor should be.
 FLOOR_WITHOUT_VALUES = 1e-12
+ZEROS_AT_THE_FLOOR = " Exact zeros cannot stand on a logarithmic axis: they are the triangles at its floor."
 
 
 def reward_and_pass_rate(run: RunData) -> Drawn | LeftOut:
@@ -70,7 +73,7 @@ def agreement(run: RunData) -> Drawn | LeftOut:
     figure, panels = new_figure(len(present))
     any_zero = False
     for axes, (name, label, colour) in zip(panels, present, strict=True):
-        any_zero |= draw_on_log_axis(axes, run.series(name), label, colour)
+        any_zero |= draw_on_log_axis(axes, [Curve(run.series(name), label, colour)])
         over_steps(axes, label)
         axes.label_outer()
     legend_below(figure, panels)
@@ -79,24 +82,34 @@ def agreement(run: RunData) -> Drawn | LeftOut:
         "both numbers would be 0 if the two computed alike to the last bit. Logarithmic axes."
     )
     if any_zero:
-        caption += " Exact zeros cannot stand on a logarithmic axis: they are the triangles at its floor."
+        caption += ZEROS_AT_THE_FLOOR
     return Drawn(figure, caption)
 
 
-def draw_on_log_axis(axes: Axes, series: Series, label: str, colour: str) -> bool:
-    """Draw values >= 0 on a logarithmic axis; returns whether there were zeros, which are put at its floor."""
-    points = list(zip(series.steps, series.values, strict=True))
-    positive = [(step, value) for step, value in points if value > 0]
-    zeros = [step for step, value in points if value <= 0]
-    lowest = min((value for _, value in positive), default=FLOOR_WITHOUT_VALUES)
+class Curve(NamedTuple):
+    """One metric and how it is drawn."""
+
+    series: Series
+    label: str
+    colour: str
+
+
+def draw_on_log_axis(axes: Axes, curves: Sequence[Curve]) -> bool:
+    """Draw values >= 0 on one logarithmic axis; returns whether there were zeros, which are put at its floor."""
+    values = [value for curve in curves for value in curve.series.values]
+    positive = [value for value in values if value > 0]
+    any_zero = len(positive) < len(values)
+    lowest = min(positive, default=FLOOR_WITHOUT_VALUES)
     floor = 10.0 ** math.floor(math.log10(lowest) - 0.5)
-    highest = max((value for _, value in positive), default=floor * 100)
-    log_scale(axes, floor / 2 if zeros else lowest / 2, highest * 2)
-    if positive:
-        draw_line(axes, Series([step for step, _ in positive], [value for _, value in positive]), label, colour)
-    if zeros:
-        axes.plot(zeros, [floor] * len(zeros), "v", color=colour, fillstyle="none", label=f"exactly 0: {label}")
-    return bool(zeros)
+    log_scale(axes, floor / 2 if any_zero else lowest / 1.6, 1.6 * max(positive, default=floor * 100))
+    for series, label, colour in curves:
+        points = list(zip(*series, strict=True))
+        above = [(step, value) for step, value in points if value > 0]
+        if above:
+            draw_line(axes, Series([step for step, _ in above], [value for _, value in above]), label, colour)
+        if zeros := [step for step, value in points if value <= 0]:
+            axes.plot(zeros, [floor] * len(zeros), "v", color=colour, fillstyle="none", label=f"exactly 0: {label}")
+    return any_zero
 
 
 def entropy_and_length(run: RunData) -> Drawn | LeftOut:
@@ -124,14 +137,12 @@ def gradient_norms(run: RunData) -> Drawn | LeftOut:
     if not present:
         return left_out(run, "Gradient norms")
     figure, (axes,) = new_figure()
-    for name, label, colour in present:
-        draw_on_log_axis(axes, run.series(name), label, colour)
-    values = [value for name, _, _ in present for value in run.series(name).values if value > 0]
-    if values:
-        log_scale(axes, min(values) / 1.5, max(values) * 1.5)
+    any_zero = draw_on_log_axis(axes, [Curve(run.series(name), label, colour) for name, label, colour in present])
     over_steps(axes, "global gradient norm (log scale)")
     legend_below(figure, [axes])
     caption = "Global norm before clipping. "
     if len(present) == 2:
-        return Drawn(figure, caption + "Policy and draft are clipped apart, so neither norm changes the other's step.")
-    return Drawn(figure, caption + "Only the policy is trained in this run.")
+        caption += "Policy and draft are clipped apart, so neither norm changes the other's step."
+    else:
+        caption += "Only the policy is trained in this run."
+    return Drawn(figure, caption + ZEROS_AT_THE_FLOOR if any_zero else caption)

@@ -31,7 +31,7 @@ from draftco_jax.report.figure_style import (
     new_figure,
     over_steps,
 )
-from draftco_jax.report.run_data import RunData
+from draftco_jax.report.run_data import RunData, speedup
 
 PARTS = (("generate", BLUE), ("score", SKY), ("update", ORANGE), ("publish", GREEN))
 MOST_BARS = 100
@@ -104,7 +104,6 @@ def plain_and_speculative(run: RunData) -> Drawn | LeftOut:
             return LeftOut("Plain against speculative decoding: it is timed at the end of a run, which is not there.")
         return left_out(run, "Plain against speculative decoding")
     batches = sorted({int(row["batch"]) for row in table})
-    lengths = sorted({int(row["draft_length"]) for row in table})
     columns = min(2, len(batches))
     rows = -(-len(batches) // columns)
     with matplotlib.rc_context(STYLE):
@@ -116,11 +115,12 @@ def plain_and_speculative(run: RunData) -> Drawn | LeftOut:
         axes.remove()
     figure.supxlabel("drafted tokens per verify round (k)", fontsize=9, color=INK)
     figure.supylabel("tokens per second", fontsize=9, color=INK)
-    caption = (
-        "Median tokens per second of the generate program after compilation; bars span the quartiles, the figure over "
-        "each bar is its ratio to plain decoding of the same batch size. Each panel has its own scale."
+    return Drawn(
+        figure,
+        "Median tokens per second of the generate program after compilation; whiskers span the quartiles, the number "
+        "over a bar is its speed relative to plain decoding of the same batch size, timed in turn. Each panel has its "
+        "own scale.",
     )
-    return Drawn(figure, caption) if len(lengths) > 1 else Drawn(figure, caption + " Only one length was timed.")
 
 
 def _draw_bars(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
@@ -134,9 +134,10 @@ def _draw_bars(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
     plain = [speed for row, speed in zip(rows, speeds, strict=True) if row["draft_length"] == 0]
     for place, row, speed, high in zip(places, rows, speeds, highs, strict=True):
         if plain and row["draft_length"] > 0:
-            colour = GREEN if speed > plain[0] else VERMILLION
+            ratio = speedup(row, plain[0])
+            colour = GREEN if ratio > 1 else VERMILLION
             above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-            axes.annotate(f"{speed / plain[0]:.2f}×", (place, speed + high), color=colour, **above)
+            axes.annotate(f"{ratio:.2f}×", (place, speed + high), color=colour, **above)
     axes.set_xticks(list(places), ["plain" if row["draft_length"] == 0 else str(row["draft_length"]) for row in rows])
     axes.set_ylim(0, 1.18 * max(speed + high for speed, high in zip(speeds, highs, strict=True)))
     axes.yaxis.set_major_formatter("{x:,.0f}")

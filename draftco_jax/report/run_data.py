@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +84,12 @@ class RunData:
         """A number of the summary; None where it is absent, null or not finite."""
         value = self.summary.get(name)
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def speedup(row: Mapping[str, Any], plain: float) -> float:
+    """A row's speed relative to plain: the median over the turns where the run kept it, else the ratio of medians."""
+    measured = row.get("speedup")
+    return float(measured) if measured is not None else float(row["tokens_per_second"]) / plain
 
 
 def load_run(run_dir: Path) -> RunData:

@@ -43,7 +43,8 @@ def power_of_ten(value: float) -> str:
 
 def signed(value: float, digits: int) -> str:
     """A change with its sign, the minus as a minus."""
-    return f"{value:+.{digits}f}".replace("-", "\u2212")
+    # Rounding first, and adding 0, keeps a tiny loss from being shown as a negative zero.
+    return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "\u2212")
 
 
 def duration(seconds: float) -> str:
@@ -162,8 +163,9 @@ def _pass_rate_words(run: RunData) -> str:
     if (found := pass_rates(run)) is None:
         return ""
     start, end, count = found
-    moved = "did not change" if start == end else f"went from {percent(start)} to {percent(end)}"
-    words = f"The pass rate on {count} held-out prompts {moved} ({signed(100 * (end - start), 1)} points)."
+    change = f"went from {percent(start)} to {percent(end)} ({signed(100 * (end - start), 1)} points)"
+    moved = f"was {percent(start)} at the start and at the end" if start == end else change
+    words = f"The pass rate on {count} held-out prompts {moved}."
     (low_a, high_a), (low_b, high_b) = wilson_interval(start, count), wilson_interval(end, count)
     overlap = "overlap" if low_b <= high_a and low_a <= high_b else "do not overlap"
     return f"{words} The 95 % intervals of the two {overlap}."
@@ -181,7 +183,7 @@ def _accepted_words(run: RunData) -> str:
     if untrained is not None:
         words += f" An untrained draft gets {untrained:.2f}."
     if frozen is not None and run.speculation == "cotrained":
-        words += f" The frozen twin, which kept the weights of the first step, gets {frozen:.2f} at the end."
+        words += f" The frozen twin, which kept the weights it began with, gets {frozen:.2f} at the end."
     return words
 
 
@@ -207,7 +209,7 @@ def _speed_words(run: RunData) -> str:
         word = "faster" if speedup > 1 else "slower" if speedup < 1 else "as fast as"
         amount = "" if speedup == 1 else f"{percent(abs(speedup - 1))} "
         than = "" if speedup == 1 else " than"
-        words = f"Timed side by side, speculative rollouts were {amount}{word}{than} plain ones."
+        words = f"Timed in turns, speculative rollouts were {amount}{word}{than} plain ones."
     whole = run.headline("end_to_end_speedup")
     if whole is not None:
         words += f" A whole training step ran at {whole:.2f} times the speed of one with plain rollouts."

@@ -56,11 +56,18 @@ def test_values_that_a_run_does_not_have_are_left_out():
     assert file.getvalue() == "train 1/1  reward 1.00\n"
 
 
-def test_stages_are_said_as_rarely_as_steps():
-    file, clock = io.StringIO(), Clock()
-    with Progress(2, console=Console(file=file, force_terminal=False), clock=clock) as progress:
+def test_values_keep_their_places_whichever_comes_first():
+    file = io.StringIO()
+    with Progress(2, console=Console(file=file, force_terminal=False), clock=Clock()) as progress:
+        progress.update(1, {"rollout/tokens_per_second": 10.0})
+        progress.update(2, {"eval/pass_rate": 0.5})
+    assert file.getvalue().splitlines()[1] == "train 2/2  0:00 left  pass 0.50  tokens/s 10"
+
+
+def test_each_stage_is_said():
+    file = io.StringIO()
+    with Progress(2, console=Console(file=file, force_terminal=False), clock=Clock()) as progress:
         progress.stage("compiling")
-        progress.stage("evaluating")
-        clock.now = 11.0
+        progress.update(1, {})
         progress.stage("timing [k=4]")
-    assert file.getvalue() == "train: compiling\ntrain: timing [k=4]\n"
+    assert file.getvalue() == "train: compiling\ntrain 1/2\ntrain: timing [k=4]\n"

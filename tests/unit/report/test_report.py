@@ -10,10 +10,10 @@ from draftco_jax.errors import UserError
 from draftco_jax.report import write_report
 from draftco_jax.report.plots import PLOTS
 from draftco_jax.report.plots_draft import entropy_and_mismatch
-from draftco_jax.report.plots_learning import agreement
+from draftco_jax.report.plots_learning import agreement, gradient_norms
 from draftco_jax.report.plots_speed import tokens_per_second
 from draftco_jax.report.run_data import load_run
-from draftco_jax.report.words import number, sentences
+from draftco_jax.report.words import number, sentences, signed
 
 EVERY_PLOT = {plot.name for plot in PLOTS}
 ARMS = {
@@ -184,6 +184,19 @@ def test_exact_zeros_of_the_kl_are_shown_and_explained(fake_run):
     lines = [line for line in drawn.figure.axes[0].get_lines() if "exactly 0" in line.get_label()]
     assert [len(line.get_xdata()) for line in lines] == [3]
     assert any("the same log-probability, to the last bit" in words for words in sentences(run))
+
+
+def test_zeros_of_one_gradient_norm_are_in_sight_beside_the_other(fake_run):
+    zero = {"policy/gradient_norm": 0.0}
+    drawn = gradient_norms(load_run(fake_run(steps=3, change=lambda _, metrics: metrics.update(zero))))
+    axes = drawn.figure.axes[0]
+    low, high = axes.get_ylim()
+    assert all(low < value < high for line in axes.get_lines() for value in line.get_ydata())
+    assert "triangles at its floor" in drawn.caption
+
+
+def test_changes_are_written_with_a_true_minus_and_no_negative_zero():
+    assert [signed(value, 2) for value in (0.256, -0.256, -0.001, 0.0)] == ["+0.26", "\u22120.26", "+0.00", "+0.00"]
 
 
 def test_entropy_and_mismatch_add_up_to_the_change_of_the_frozen_twin(fake_run):
