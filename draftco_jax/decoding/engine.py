@@ -6,7 +6,8 @@
 Requests of a batch advance by their own accepted lengths. Nothing is copied to roll back: caches continue from an
 earlier position (`models.kv_cache`). A request's tokens depend on its own key, prompt and weights only.
 
-Letters: B requests, L prompt capacity, M new-token capacity, k drafts, V vocabulary, D width, A taps width.
+Letters: B requests, L prompt capacity, M new-token capacity, k drafts, r = k + 1 rows of a verify block, V vocabulary,
+D width, A taps width.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from draftco_jax.drafts.eagle3.module import Eagle3
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.kv_cache import LayerCache
 from draftco_jax.models.transformer import Decoder
+from draftco_jax.numerics.rows import pick, row_at, slice_rows, update_rows
 from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, SamplingConfig, draw, log_law, request_uniforms
 from draftco_jax.types import Rollouts
 
@@ -88,13 +90,13 @@ def generate_plain(
         position = request.prompt_lengths + out.count - 1
         hidden, _, cache = policy.step(newest[:, None], position, cache, tap_layers=())
         laws = log_law(policy.logits(hidden[:, 0]), sampling)
-        uniform = _at(uniforms, position + 1, 1)[:, 0, COMMIT]
+        uniform = slice_rows(uniforms, position + 1, 1)[:, 0, COMMIT]
         newest = draw(jnp.exp(laws), uniform)
         live = ~_done(out, shape)
         out = _Output(
             # Every live row writes the same column; finished rows write past their count.
             tokens=jax.lax.dynamic_update_slice(out.tokens, newest[:, None], (0, step)),
-            logprobs=jax.lax.dynamic_update_slice(out.logprobs, _pick(laws, newest)[:, None], (0, step)),
+            logprobs=jax.lax.dynamic_update_slice(out.logprobs, pick(laws, newest)[:, None], (0, step)),
             count=out.count + live.astype(jnp.int32),
             stopped=out.stopped | (live & _is_stop(newest, shape)),
         )
@@ -126,7 +128,7 @@ def generate_speculative(
     def body(carry: tuple) -> tuple:
         newest, hidden, cache, draft_cache, out, stats = carry
         anchor = request.prompt_lengths + out.count - 1  # position of the newest committed token
-        ahead = _at(uniforms, anchor + 1, k + 1)
+        ahead = slice_rows(uniforms, anchor + 1, k + 1)
         drafts, q, draft_cache = propose_chain(
             draft, embedding, hidden, anchor, draft_cache, ahead[:, :k, PROPOSE], sampling
         )
@@ -135,13 +137,12 @@ def generate_speculative(
         laws = log_law(policy.logits(states), sampling)
         accepted, final = verify(jnp.exp(laws), q, drafts, ahead[:, :k, ACCEPT], ahead[:, :, COMMIT])
         tokens = _committed_tokens(drafts, accepted, final)
-        out, stats, count = _commit(out, stats, tokens, _pick(laws, tokens), accepted, shape)
+        out, stats, count = _commit(out, stats, tokens, pick(laws, tokens), accepted, shape)
         # Rewrite the draft's cache at the verified indices from TRUE target features: index s reads taps_s, x_{s+1}.
         fused = draft.fc(taps)
         states, draft_cache = draft.step(embedding[tokens], fused, anchor, draft_cache)
-        last = jnp.maximum(count - 1, 0)[:, None]
-        newest = jnp.where(count > 0, jnp.take_along_axis(tokens, last, axis=1)[:, 0], newest)
-        hidden = jnp.take_along_axis(states, last[..., None], axis=1)[:, 0]
+        last = jnp.maximum(count - 1, 0)
+        newest, hidden = jnp.where(count > 0, pick(tokens, last), newest), row_at(states, last)
         return newest, hidden, cache, draft_cache, out, stats
 
     carry = (newest, hidden, cache, draft_cache, out, stats)
@@ -160,8 +161,7 @@ def _prefill(
     cache = policy.empty_cache(batch, _capacity(shape, lookahead))
     start = jnp.zeros((batch,), jnp.int32)
     hidden, taps, cache = policy.step(request.prompts, start, cache, tap_layers=tap_layers)
-    last = jnp.take_along_axis(hidden, (request.prompt_lengths - 1)[:, None, None], axis=1)[:, 0]
-    return policy.logits(last), taps, cache
+    return policy.logits(row_at(hidden, request.prompt_lengths - 1)), taps, cache
 
 
 def _first_token(
@@ -174,11 +174,11 @@ def _first_token(
 ) -> tuple[Int[Array, " B"], _Output]:
     """The token sampled at prefill: it belongs to no verify round."""
     laws = log_law(logits, sampling)
-    token = draw(jnp.exp(laws), _at(uniforms, request.prompt_lengths, 1)[:, 0, COMMIT])
+    token = draw(jnp.exp(laws), slice_rows(uniforms, request.prompt_lengths, 1)[:, 0, COMMIT])
     batch, width = token.shape[0], shape.max_new_tokens + lookahead
     out = _Output(
         tokens=jnp.full((batch, width), shape.pad_id, jnp.int32).at[:, 0].set(token),
-        logprobs=jnp.zeros((batch, width), jnp.float32).at[:, 0].set(_pick(laws, token)),
+        logprobs=jnp.zeros((batch, width), jnp.float32).at[:, 0].set(pick(laws, token)),
         count=jnp.ones((batch,), jnp.int32),
         stopped=_is_stop(token, shape),
     )
@@ -202,7 +202,7 @@ def _draft_prefill(
     cache = draft.empty_cache(batch, _capacity(shape, lookahead))
     start = jnp.zeros((batch,), jnp.int32)
     states, cache = draft.step(embedding[following], draft.fc(taps), start, cache)
-    return jnp.take_along_axis(states, (request.prompt_lengths - 1)[:, None, None], axis=1)[:, 0], cache
+    return row_at(states, request.prompt_lengths - 1), cache
 
 
 def _committed_tokens(
@@ -217,8 +217,8 @@ def _committed_tokens(
 def _commit(
     out: _Output,
     stats: _Stats,
-    tokens: Int[Array, "B k+1"],
-    logprobs: Float[Array, "B k+1"],
+    tokens: Int[Array, "B r"],
+    logprobs: Float[Array, "B r"],
     accepted: Int[Array, " B"],
     shape: EngineShape,
 ) -> tuple[_Output, _Stats, Int[Array, " B"]]:
@@ -230,16 +230,13 @@ def _commit(
     until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, accepted + 1)
     count = jnp.where(live, jnp.minimum(until_stop, shape.max_new_tokens - out.count), 0).astype(jnp.int32)
 
-    def append(buffer: Array, rows: Array) -> Array:
-        return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice(b, r, (s,)))(buffer, rows, out.count)
-
     # Writing the whole block is safe: what lies after `count` is overwritten by the next round or never read. A
     # finished row may write from max_new_tokens on; the buffer has k more slots than that, and one slot too few for
     # k + 1 tokens, so its rows are kept as they are.
     keep = live[:, None]
     out = _Output(
-        tokens=jnp.where(keep, append(out.tokens, tokens), out.tokens),
-        logprobs=jnp.where(keep, append(out.logprobs, logprobs), out.logprobs),
+        tokens=jnp.where(keep, update_rows(out.tokens, tokens, out.count), out.tokens),
+        logprobs=jnp.where(keep, update_rows(out.logprobs, logprobs, out.count), out.logprobs),
         count=out.count + count,
         stopped=out.stopped | jnp.any(stops & (slots < count[:, None]), axis=1),
     )
@@ -279,16 +276,6 @@ def _capacity(shape: EngineShape, lookahead: int) -> int:
 
 def _uniforms(request: Request, shape: EngineShape, lookahead: int) -> Float[Array, "B S 3"]:
     return request_uniforms(request.keys, _capacity(shape, lookahead) + 1)
-
-
-def _at(values: Float[Array, "B S c"], start: Int[Array, " B"], count: int) -> Float[Array, "B n c"]:
-    """values[b, start_b : start_b + count]; the caller keeps the slice inside."""
-    width = values.shape[-1]
-    return jax.vmap(lambda v, s: jax.lax.dynamic_slice(v, (s, 0), (count, width)))(values, start)
-
-
-def _pick(laws: Float[Array, "*b V"], tokens: Int[Array, "*b"]) -> Float[Array, "*b"]:
-    return jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
 
 
 def _is_stop(tokens: Int[Array, "*b"], shape: EngineShape) -> Bool[Array, "*b"]:

@@ -9,7 +9,7 @@ Drafts d_1 .. d_k were drawn one after another, d_i from q_i; the target's law a
 and every emitted token follows p exactly, whatever q is, as long as q_i IS the law that d_i was drawn from. At
 temperature 0 both laws are one-hot and the rule becomes: keep the longest exact match, then emit the argmax.
 
-Letters: B requests, k drafts, V vocabulary.
+Letters: B requests, k drafts, r = k + 1 rows of a verify block, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from draftco_jax.numerics.rows import pick, row_at
 from draftco_jax.numerics.sampling import draw
 
 
@@ -34,7 +35,7 @@ def residual(p: Float[Array, "*b V"], q: Float[Array, "*b V"]) -> Float[Array, "
 
 
 def verify(
-    p: Float[Array, "B k+1 V"],
+    p: Float[Array, "B r V"],
     q: Float[Array, "B k V"],
     drafts: Int[Array, "B k"],
     accept_uniforms: Float[Array, "B k"],
@@ -45,13 +46,10 @@ def verify(
     All laws float32. `commit_uniforms[:, i]` belongs to the position of draft i + 1, so the emitted token uses entry n.
     """
     k = drafts.shape[1]
-    p_drafted = jnp.take_along_axis(p[:, :k], drafts[..., None], axis=-1)[..., 0]
-    q_drafted = jnp.take_along_axis(q, drafts[..., None], axis=-1)[..., 0]
-    kept = jnp.cumprod(accepts(p_drafted, q_drafted, accept_uniforms).astype(jnp.int32), axis=1)
-    accepted = jnp.sum(kept, axis=1)
+    refused = ~accepts(pick(p[:, :k], drafts), pick(q, drafts), accept_uniforms)
+    refused = jnp.pad(refused, ((0, 0), (0, 1)), constant_values=True)
+    accepted = jnp.argmax(refused, axis=1).astype(jnp.int32)  # drafts before the first refusal
     # q_{k+1} = 0 makes the bonus token the residual of p_{k+1}: one rule for both ends.
     q = jnp.concatenate([q, jnp.zeros_like(q[:, :1])], axis=1)
-    at = accepted[:, None, None]
-    weights = residual(jnp.take_along_axis(p, at, axis=1)[:, 0], jnp.take_along_axis(q, at, axis=1)[:, 0])
-    uniform = jnp.take_along_axis(commit_uniforms, accepted[:, None], axis=1)[:, 0]
-    return accepted, draw(weights, uniform)
+    weights = residual(row_at(p, accepted), row_at(q, accepted))
+    return accepted, draw(weights, pick(commit_uniforms, accepted))

@@ -37,6 +37,8 @@ def write(
 
     def put(buffer: Array, rows: Array) -> Array:
         rows = jnp.swapaxes(rows, 1, 2).astype(buffer.dtype)
+        if rows.shape[0] == 1:  # a plain slice update; batched ones become a scatter, which is a loop on a CPU
+            return jax.lax.dynamic_update_slice(buffer, rows, (0, 0, start[0], 0))
         return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice(b, r, (0, s, 0)))(buffer, rows, start)
 
     return LayerCache(put(cache.keys, keys), put(cache.values, values))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from draftco_jax.numerics.rows import pick
 from draftco_jax.numerics.sampling import SamplingConfig, log_law
 
 
@@ -16,8 +17,7 @@ def token_logprobs(
     log pi(x) = log softmax(filter(z / T))[x]. Any float dtype in, float32 inside and out. The token itself is always
     kept in the filtered support (see `support`), so the value is finite for temperature > 0.
     """
-    laws = log_law(logits, sampling, keep=tokens)
-    return jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
+    return pick(log_law(logits, sampling, keep=tokens), tokens)
 
 
 def entropy(logits: Float[Array, "*b V"], sampling: SamplingConfig) -> Float[Array, "*b"]:

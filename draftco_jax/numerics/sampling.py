@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 PROPOSE, ACCEPT, COMMIT = 0, 1, 2
 _STREAMS = 3
 
+_PRODUCT_PREFIX_SUM_UP_TO = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -110,12 +112,25 @@ def draw(weights: Float[Array, "*b V"], uniform: Float[Array, "*b"]) -> Int[Arra
         weights: float32, >= 0, some entry positive in each row.
         uniform: float32 in [0, 1).
     """
-    cumulative = jnp.cumsum(weights, axis=-1)
+    cumulative = prefix_sum(weights)
     threshold = (uniform * cumulative[..., -1])[..., None]
     candidates = (cumulative > threshold) & (weights > 0)
     # A non-monotone prefix sum may leave no candidate for a uniform next to 1; the mode is then a member of the law.
     fallback = jnp.argmax(weights, axis=-1)
     return jnp.where(jnp.any(candidates, axis=-1), jnp.argmax(candidates, axis=-1), fallback).astype(jnp.int32)
+
+
+def prefix_sum(x: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+    """Inclusive prefix sum over the last axis, float32.
+
+    A short axis is summed by one product with a triangle of ones: a scan of log V levels is a dozen operations, each of
+    which costs more than the sum itself where decoding is bound by the number of operations.
+    """
+    width = x.shape[-1]
+    if width > _PRODUCT_PREFIX_SUM_UP_TO:
+        return jnp.cumsum(x, axis=-1)
+    triangle = jnp.triu(jnp.ones((width, width), x.dtype))
+    return jnp.matmul(x, triangle, precision=jax.lax.Precision.HIGHEST)
 
 
 def request_uniforms(keys: Key[Array, " B"], length: int) -> Float[Array, "B S 3"]:

@@ -7,7 +7,7 @@ One pass over index t (the newest token whose target features exist) reads the t
     z   = y + mlp(norm(y))                          fed back as it is, PRE final norm
     law = softmax(lm_head(norm(z)))                 of token x_{t+2+k}
 
-Letters: B rows, T tokens, D width, A width of the concatenated taps, N heads, K key-value heads, H head width,
+Letters: B rows, T tokens, D width, U = 2 D, A width of the concatenated taps, N heads, K key-value heads, H head width,
 W draft vocabulary.
 """
 
@@ -43,7 +43,7 @@ class DraftAttention(nnx.Module):
         self.o_proj = Linear((q, cfg.hidden_size), ("heads", "embed"), rngs=rngs)
 
     def project(
-        self, u: Float[Array, "B T 2D"], angles: tuple[Array, Array]
+        self, u: Float[Array, "B T U"], angles: tuple[Array, Array]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Rotated queries and keys, and values."""
         q, k, v = (y.reshape(*y.shape[:2], -1, self.width) for y in self.qkv(u))
