@@ -44,7 +44,7 @@ code { overflow-wrap: anywhere; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 12px 0 0; }
 summary { cursor: pointer; font-weight: 600; }
 .pair { display: grid; gap: 16px; grid-template-columns: repeat(2, minmax(0, 1fr)); align-items: start; }
-@media (max-width: 820px) {
+@media screen and (max-width: 820px) {
   main { padding: 16px 12px 40px; }
   h1 { font-size: 1.4rem; }
   .plots, .pair { grid-template-columns: minmax(0, 1fr); }
@@ -55,8 +55,10 @@ summary { cursor: pointer; font-weight: 600; }
   figure { padding: 10px; }
 }
 @media print {
-  body { background: #fff; font-size: 11px; }
+  html { font-size: 11px; }
+  body { background: #fff; font-size: 1rem; }
   main { max-width: none; padding: 0; }
+  h2 { margin-top: 20px; }
   .tile, figure, .box, tr { break-inside: avoid; }
   .box { overflow: visible; }
   h2 { break-after: avoid; }
