@@ -7,9 +7,9 @@ map from tree path to tensor name is a rule, not a table.
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from draftco_jax.config_io import from_json
 from draftco_jax.errors import UserError
 from draftco_jax.models.functional import Params, abstract_params
 from draftco_jax.models.qwen3 import Qwen3Config
 
 WEIGHTS_FILE = "model.safetensors"
+
+Config = TypeVar("Config")
 
 
 def tensor_name(path: tuple[Any, ...], prefix: str = "model.") -> str:
@@ -81,6 +84,30 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"weights file {path} cannot be read ({error}); it is damaged or cut short") from error
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json as a dict, or one clear line about why it cannot be read."""
+    if not path.is_file():
+        raise UserError(f"checkpoint {path.parent} holds no {path.name}; give a folder in Hugging Face layout")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); it is damaged, get it again") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds a {type(raw).__name__} but must hold an object of settings; get it again")
+    return raw
+
+
+def config_from(cls: type[Config], values: dict[str, Any], path: Path) -> Config:
+    """The config dataclass with these values, its own defaults for absent ones; every value is checked."""
+    stated = fields(cast(Any, cls))
+    defaults = {field.name: field.default for field in stated if field.default is not MISSING}
+    known = {field.name: values[field.name] for field in stated if field.name in values}
+    try:
+        return from_json(cls, {"type": cls.__name__} | defaults | known)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
 def save_policy(folder: Path, cfg: Qwen3Config, params: Params, metadata: dict[str, str] | None = None) -> None:
     """Write config.json and model.safetensors as transformers would."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,17 +119,18 @@ def save_policy(folder: Path, cfg: Qwen3Config, params: Params, metadata: dict[s
 
 def load_policy(folder: Path) -> tuple[Qwen3Config, Params]:
     """Read a Qwen3 policy in Hugging Face layout."""
-    config_path = folder / "config.json"
-    if not config_path.is_file():
-        raise UserError(f"policy checkpoint {folder} holds no config.json; give a folder in Hugging Face layout")
-    raw = json.loads(config_path.read_text())
+    path = folder / "config.json"
+    raw = read_config(path)
     if raw.get("model_type") != "qwen3":
-        raise UserError(f"{config_path}: model_type={raw.get('model_type')!r} is not supported; supported: qwen3")
+        raise UserError(f"{path}: model_type={raw.get('model_type')!r} is not supported; supported: qwen3")
+    if raw.get("use_sliding_window"):
+        raise UserError(f"{path}: use_sliding_window=true is not supported; supported: full attention")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if "rope_theta" not in raw and "rope_theta" in rope:
-        raw["rope_theta"] = rope["rope_theta"]
+    raw = {"rope_theta": rope["rope_theta"]} | raw if "rope_theta" in rope else raw
+    if "rope_theta" not in raw:
+        raise UserError(f"{path}: rope_theta is missing; add the value the policy was trained with")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{config_path}: rope scaling {rope} is not supported; supported: plain rotary embedding")
-    known = {field.name for field in fields(Qwen3Config)}
-    cfg = Qwen3Config(**{key: value for key, value in raw.items() if key in known})
-    return cfg, from_tensors(abstract_params(cfg.build), read_tensors(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE))
+        raise UserError(f"{path}: rope scaling {rope} is not supported; supported: plain rotary embedding")
+    cfg = config_from(Qwen3Config, raw, path)
+    weights = folder / WEIGHTS_FILE
+    return cfg, from_tensors(abstract_params(cfg.build), read_tensors(weights), str(weights))

@@ -36,6 +36,7 @@ class RMSNorm(nnx.Module):
         self.weight = parameter(rngs, (width,), (axis,), nnx.initializers.ones)
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Normalise the last dim."""
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         weight = jnp.expand_dims(self.weight[...].astype(x.dtype), range(x.ndim - 1))
@@ -51,6 +52,7 @@ class Linear(nnx.Module):
         self.kernel = parameter(rngs, shape, axes, init or nnx.initializers.normal(0.02))
 
     def __call__(self, x: Float[Array, "*b I"]) -> Float[Array, "*b O"]:
+        """Project the last dim."""
         return x @ self.kernel[...].astype(x.dtype)
 
 
@@ -79,6 +81,7 @@ class LinearGroup(nnx.Module):
         self.fused = True
 
     def __call__(self, x: Float[Array, "*b I"]) -> tuple[Array, ...]:
+        """All projections, in the order of their names."""
         if not self.fused:
             return tuple(getattr(self, name)(x) for name in self.names)
         y = x @ self.kernel[...].astype(x.dtype)
@@ -96,6 +99,7 @@ class GatedMLP(nnx.Module):
         self.down_proj = Linear((hidden, width), ("mlp", "embed"), rngs=rngs, init=down_init)
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Two projections up, one down."""
         gate, up = self.gate_up(x)
         return self.down_proj(jax.nn.silu(gate) * up)
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float32
 
 from draftco_jax.models.functional import ModelGraph, Params
 from draftco_jax.numerics.masked import masked_mean
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.training.objective import label_logprobs
-from draftco_jax.training.optimizer import OptimizerConfig, make_optimizer
+from draftco_jax.training.optimizer import OptimizerConfig, apply_gradients, make_optimizer
 from draftco_jax.types import PackedBatch
 
 
@@ -42,8 +41,8 @@ def fine_tune(
     @jax.jit
     def step_fn(params: Params, state: Any, batch: PackedBatch) -> tuple[Params, Any, Array]:
         loss, gradients = jax.value_and_grad(cross_entropy)(params, batch, graph, chunk_tokens)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        params, state = apply_gradients(optimizer, gradients, state, params)
+        return params, state, loss
 
     state = optimizer.init(params)
     for step in range(1, steps + 1):

@@ -99,9 +99,9 @@ def objective(
     target = Target(taps, hidden, policy.head_kernel(), policy.embed_tokens[...])
 
     def draft_terms(draft_params: Params) -> tuple[Array, DraftReport]:
-        draft = spec.draft_graph.merge(draft_params)
+        assert spec.draft_graph is not None
         return eagle3_training.passes_loss(
-            draft,
+            spec.draft_graph.merge(draft_params),
             target,
             batch,
             sampling=spec.sampling,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -48,8 +50,8 @@ def learning_rate_schedule(cfg: OptimizerConfig, total_steps: int) -> optax.Sche
 
 
 def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clip by the group's own global norm, then AdamW; moments in float32."""
-    return optax.chain(
+    """Clip by the group's own global norm, then AdamW; moments and arithmetic in float32 whatever comes in."""
+    chain = optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm),
         optax.adamw(
             learning_rate_schedule(cfg, total_steps),
@@ -59,3 +61,28 @@ def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTran
             weight_decay=cfg.weight_decay,
         ),
     )
+
+    def init(params: optax.Params) -> optax.OptState:
+        return chain.init(_float32(params))
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        # optax raises a Python float to an integer count, which strict promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = chain.update(_float32(updates), state, _float32(params))
+        return jax.tree.map(lambda update, param: update.astype(param.dtype), updates, params), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation, gradients: Any, state: optax.OptState, params: Any
+) -> tuple[Any, optax.OptState]:
+    """Parameters and optimizer state after one step."""
+    updates, state = optimizer.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

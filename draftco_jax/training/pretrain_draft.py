@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array
 
 from draftco_jax.drafts.eagle3 import training as eagle3_training
@@ -15,7 +14,7 @@ from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.eagle3.training import DraftReport, Target
 from draftco_jax.models.functional import ModelGraph, Params
 from draftco_jax.numerics.sampling import SamplingConfig
-from draftco_jax.training.optimizer import OptimizerConfig, make_optimizer
+from draftco_jax.training.optimizer import OptimizerConfig, apply_gradients, make_optimizer
 from draftco_jax.types import PackedBatch
 
 
@@ -42,11 +41,9 @@ def pretrain_draft(
     """Take `steps` optimizer steps of the draft's loss; the policy does not change."""
     optimizer = make_optimizer(cfg, steps)
 
-    def loss_fn(draft_params: Params, batch: PackedBatch) -> tuple[Array, DraftReport]:
+    def loss_fn(draft_params: Params, policy: Params, batch: PackedBatch) -> tuple[Array, DraftReport]:
         target_model = policy_graph.merge(policy)
-        hidden, taps = target_model(
-            batch.tokens, batch.positions, batch.segment_ids, tap_layers=draft_cfg.tap_layers
-        )
+        hidden, taps = target_model(batch.tokens, batch.positions, batch.segment_ids, tap_layers=draft_cfg.tap_layers)
         target = Target(taps, hidden, target_model.head_kernel(), target_model.embed_tokens[...])
         return eagle3_training.passes_loss(
             draft_graph.merge(draft_params),
@@ -57,14 +54,17 @@ def pretrain_draft(
             chunk_tokens=chunk_tokens,
         )
 
+    # The policy is an argument: closed over, its weights would be constants of the program.
     @jax.jit
-    def step_fn(params: Params, state: Any, batch: PackedBatch) -> tuple[Params, Any, Array, DraftReport]:
-        (loss, report), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss, report
+    def step_fn(
+        params: Params, state: Any, policy: Params, batch: PackedBatch
+    ) -> tuple[Params, Any, Array, DraftReport]:
+        (loss, report), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, policy, batch)
+        params, state = apply_gradients(optimizer, gradients, state, params)
+        return params, state, loss, report
 
     state = optimizer.init(draft)
     for step in range(1, steps + 1):
-        draft, state, loss, report = step_fn(draft, state, next(batches))
+        draft, state, loss, report = step_fn(draft, state, policy, next(batches))
         on_step(step, loss, report)
     return draft

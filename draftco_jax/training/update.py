@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
 from draftco_jax.training.objective import ObjectiveSpec, global_counts, objective
+from draftco_jax.training.optimizer import apply_gradients
 from draftco_jax.types import PackedBatch
 
 Params = Any
@@ -35,14 +37,10 @@ class Optimizers(NamedTuple):
 
 def init_state(policy: Params, draft: Params | None, optimizers: Optimizers) -> TrainState:
     """Step 0. Pass draft None unless it is trained."""
-    trained = draft is not None and optimizers.draft is not None
-    return TrainState(
-        step=jax.numpy.int32(0),
-        policy=policy,
-        draft=draft if trained else None,
-        policy_optimizer=optimizers.policy.init(policy),
-        draft_optimizer=optimizers.draft.init(draft) if trained else None,
-    )
+    policy_optimizer = optimizers.policy.init(policy)
+    if draft is None or optimizers.draft is None:
+        return TrainState(jnp.int32(0), policy, None, policy_optimizer, None)
+    return TrainState(jnp.int32(0), policy, draft, policy_optimizer, optimizers.draft.init(draft))
 
 
 UpdateFn = Callable[..., tuple[TrainState, dict[str, Array]]]
@@ -70,17 +68,12 @@ def update(
     gradients, metrics = jax.grad(objective, has_aux=True)(
         params, batch, counts, draft_loss_weight, reference, frozen_draft, spec
     )
-    policy, policy_optimizer = _apply(optimizers.policy, gradients["policy"], state.policy_optimizer, state.policy)
+    policy, policy_optimizer = apply_gradients(
+        optimizers.policy, gradients["policy"], state.policy_optimizer, state.policy
+    )
     metrics["policy/gradient_norm"] = optax.global_norm(gradients["policy"])
     draft, draft_optimizer = state.draft, state.draft_optimizer
-    if state.draft is not None and optimizers.draft is not None:
-        draft, draft_optimizer = _apply(optimizers.draft, gradients["draft"], state.draft_optimizer, state.draft)
+    if draft is not None and draft_optimizer is not None and optimizers.draft is not None:
+        draft, draft_optimizer = apply_gradients(optimizers.draft, gradients["draft"], draft_optimizer, draft)
         metrics["draft/gradient_norm"] = optax.global_norm(gradients["draft"])
     return TrainState(state.step + 1, policy, draft, policy_optimizer, draft_optimizer), metrics
-
-
-def _apply(
-    optimizer: optax.GradientTransformation, gradients: Params, state: optax.OptState, params: Params
-) -> tuple[Params, optax.OptState]:
-    updates, state = optimizer.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state

@@ -19,7 +19,14 @@ from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.eagle3.module import Eagle3
 from draftco_jax.errors import UserError
 from draftco_jax.models.functional import ModelGraph, Params, abstract_params, split
-from draftco_jax.models.hf_weights import WEIGHTS_FILE, from_tensors, read_tensors, to_tensors
+from draftco_jax.models.hf_weights import (
+    WEIGHTS_FILE,
+    config_from,
+    from_tensors,
+    read_config,
+    read_tensors,
+    to_tensors,
+)
 
 _TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 _TRAINING_FIELDS = ("passes", "pass_decay", "tap_layers")
@@ -50,10 +57,7 @@ def save_draft(folder: Path, cfg: Eagle3Config, graph: ModelGraph, params: Param
 
 def load_draft(folder: Path, training: Eagle3Config | None = None) -> tuple[Eagle3Config, ModelGraph, Params]:
     """Read a draft in the official flat layout; `training` overrides passes and pass_decay of the file."""
-    config_path = folder / "config.json"
-    if not config_path.is_file():
-        raise UserError(f"draft checkpoint {folder} holds no config.json; give a folder in EAGLE-3 layout")
-    cfg = _read_config(config_path, training)
+    cfg = _read_config(folder / "config.json", training)
     tensors = dict(read_tensors(folder / WEIGHTS_FILE))
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     tensors.pop("embed_tokens.weight", None)  # the policy's live table is used
@@ -61,11 +65,14 @@ def load_draft(folder: Path, training: Eagle3Config | None = None) -> tuple[Eagl
     return cfg, graph_with_map(cfg, vocabulary_map(cfg, d2t, t2d, str(folder))), params
 
 
-def vocabulary_map(
-    cfg: Eagle3Config, d2t: np.ndarray | None, t2d: np.ndarray | None, source: str
-) -> np.ndarray | None:
+def vocabulary_map(cfg: Eagle3Config, d2t: np.ndarray | None, t2d: np.ndarray | None, source: str) -> np.ndarray | None:
     """Target id of each draft id from offsets, checked; None for a full vocabulary."""
     if cfg.draft_vocab_size == cfg.vocab_size:
+        if d2t is not None and np.any(d2t):
+            raise UserError(
+                f"{source}: d2t moves ids although draft_vocab_size={cfg.draft_vocab_size} is vocab_size, where draft "
+                "and target ids are the same; set draft_vocab_size to the rows of lm_head"
+            )
         return None
     if d2t is None:
         raise UserError(
@@ -95,15 +102,13 @@ def _abstract_with_constants(cfg: Eagle3Config) -> Eagle3:
 
 
 def _read_config(path: Path, training: Eagle3Config | None) -> Eagle3Config:
-    raw = json.loads(path.read_text())
+    raw = read_config(path)
     taps = (raw.get("eagle_config") or {}).get(_TAPS_KEY)
     if taps is None:
         raise UserError(f"{path}: eagle_config.{_TAPS_KEY} is missing; add the 0-based target layers the draft reads")
     missing = [name for name in ("head_dim", "rope_theta", "draft_vocab_size") if name not in raw]
     if missing:
         raise UserError(f"{path}: {missing} missing; add the values the draft was trained with")
-    names = {f.name for f in fields(Eagle3Config)} - set(_TRAINING_FIELDS)
-    values = {name: raw[name] for name in names if name in raw}
     passes = training.passes if training else raw.get("ttt_length", 3)
     decay = training.pass_decay if training else raw.get("step_loss_decay", 0.8)
-    return Eagle3Config(**values, tap_layers=tuple(taps), passes=passes, pass_decay=decay)
+    return config_from(Eagle3Config, raw | {"tap_layers": taps, "passes": passes, "pass_decay": decay}, path)
