@@ -62,9 +62,8 @@ class Checkpointer:
         source = f"checkpoint {self._folder / str(step)}"
         try:
             self._check_dtypes(step, abstract)
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(abstract), _DATA: ocp.args.JsonRestore()})
-            )  # fmt: skip
+            items = {_STATE: ocp.args.StandardRestore(abstract), _DATA: ocp.args.JsonRestore()}
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except UserError:
             raise
         except Exception as error:  # Orbax and its storage raise many types; all mean that the files cannot be used

@@ -31,9 +31,7 @@ class Evaluation(NamedTuple):
         return self.speculation.accepted_length
 
 
-def build_request(
-    prompts: Sequence[Prompt], samples_per_prompt: int, shape: EngineShape, key: jax.Array
-) -> Request:
+def build_request(prompts: Sequence[Prompt], samples_per_prompt: int, shape: EngineShape, key: jax.Array) -> Request:
     """Pad prompts to the engine's capacity, each repeated for its samples; one key per request."""
     tokens = np.full((len(prompts), shape.prompt_capacity), shape.pad_id, np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):

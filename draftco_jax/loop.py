@@ -98,9 +98,7 @@ def generate(run: Run, weights: Published, prompts: Sequence[Prompt], step: int)
     return jax.device_get(run.engine.generate(weights.policy, weights.draft, request, run.draft_length))
 
 
-def score_rollouts(
-    run: Run, prompts: Sequence[Prompt], rollouts: Rollouts, version: PolicyVersion
-) -> ScoredRollouts:
+def score_rollouts(run: Run, prompts: Sequence[Prompt], rollouts: Rollouts, version: PolicyVersion) -> ScoredRollouts:
     """Attach rewards."""
     rewards = score(run.task, prompts, rollouts, run.task.tokenizer, run.cfg.rollout.samples_per_prompt)
     return ScoredRollouts(rollouts, tuple(prompts), jnp.asarray(rewards), version)

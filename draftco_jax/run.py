@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from draftco_jax.checkpoint import Checkpointer
@@ -87,11 +88,11 @@ class Run:
 
     def policy_schedule(self, updates: int) -> float:
         """Learning rate of the policy after so many updates."""
-        return float(learning_rate_schedule(self.cfg.policy_optimizer, self.cfg.steps)(updates))
+        return float(jnp.asarray(learning_rate_schedule(self.cfg.policy_optimizer, self.cfg.steps)(updates)))
 
     def draft_schedule(self, updates: int) -> float:
         """Learning rate of the draft after so many updates."""
-        return float(learning_rate_schedule(self.cfg.draft_optimizer, self.cfg.steps)(updates))
+        return float(jnp.asarray(learning_rate_schedule(self.cfg.draft_optimizer, self.cfg.steps)(updates)))
 
     def untrained_draft(self) -> Params:
         """A draft with freshly drawn weights, to compare with."""
@@ -192,7 +193,9 @@ def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainS
         return state
     restored = checkpoints.restore(step, state, run.key)
     if not bool((jax.random.key_data(restored.key) == jax.random.key_data(run.key)).all()):
-        raise UserError(f"checkpoint step {step} was made with another random key; resume with the seed it was made with")
+        raise UserError(
+            f"checkpoint step {step} was made with another random key; resume with the seed it was made with"
+        )
     run.prompts.set_state(restored.data["prompts"])
     return restored.state
 
@@ -202,8 +205,9 @@ def _engine_shape(cfg: RunConfig, task: Task) -> EngineShape:
     needed = task.max_prompt_tokens + new_tokens + cfg.draft_length
     if needed > cfg.policy.max_position_embeddings:
         raise UserError(
-            f"prompt {task.max_prompt_tokens} + rollout.max_new_tokens {new_tokens} + draft_length {cfg.draft_length} = "
-            f"{needed} tokens exceed policy.max_position_embeddings={cfg.policy.max_position_embeddings}; lower one"
+            f"rollout.max_new_tokens={new_tokens} with prompts of {task.max_prompt_tokens} tokens and draft_length="
+            f"{cfg.draft_length} needs a cache of {needed} tokens, which must be <= policy.max_position_embeddings="
+            f"{cfg.policy.max_position_embeddings}; lower max_new_tokens"
         )
     return EngineShape(
         prompt_capacity=task.max_prompt_tokens,

@@ -47,7 +47,9 @@ def rollout_speed(run: Run, weights: Published, batch: int) -> list[dict[str, An
         rates = [t / s for t, s in zip(tokens, seconds[str(length)], strict=True)]
         stats = [speculation_stats(r) for r in timed]
         rounds = sum(s.rounds for s in stats)
-        steps = [int(np.max(np.asarray(r.rounds))) if length else int(np.max(r.lengths - r.prompt_lengths)) for r in timed]
+        steps = [
+            int(np.max(np.asarray(r.rounds))) if length else int(np.max(r.lengths - r.prompt_lengths)) for r in timed
+        ]
         timing = summarise(rates)
         rows.append(
             {
@@ -58,7 +60,9 @@ def rollout_speed(run: Run, weights: Published, batch: int) -> list[dict[str, An
                 "high": timing.high,
                 "accepted_length": sum(s.committed for s in stats) / rounds if rounds else None,
                 "round_milliseconds": 1e3 * summarise(seconds[str(length)]).median / float(np.median(steps)),
-                "speedup": median_ratio(rates, plain_rates) if (plain_rates := _rates(results, seconds, _PLAIN)) else 1.0,
+                "speedup": median_ratio(rates, plain_rates)
+                if (plain_rates := _rates(results, seconds, _PLAIN))
+                else 1.0,
             }
         )
     return rows

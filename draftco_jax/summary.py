@@ -92,16 +92,16 @@ def _speed(run: Run, state: TrainState, weights: Published, batch: PackedBatch) 
 
 
 def _limits(plain: Mapping[str, Any], best: Mapping[str, Any], steps: Mapping[str, float], run: Run) -> str:
-    """What the measured numbers say about the limit, in words."""
+    """What the measured numbers say about the limit, in words; each figure is one of the tables'."""
     cost = best["round_milliseconds"] / plain["round_milliseconds"]
     rows = run.cfg.rollout.prompts_per_step * run.cfg.rollout.samples_per_prompt
     return (
-        f"At batch {plain['batch']} a plain step takes {plain['round_milliseconds']:.3f} ms and a round with "
-        f"{best['draft_length']} drafted tokens {best['round_milliseconds']:.3f} ms, {cost:.2f} plain steps, and commits "
-        f"{best['accepted_length']:.2f} tokens, so the gain is bounded by {best['accepted_length']:.2f} / {cost:.2f} = "
-        f"{best['accepted_length'] / cost:.2f}. A policy this small is bound by the fixed cost of each operation, not by "
-        f"reading its weights, and one draft step costs about as much as half a policy step. At the training batch of "
-        f"{rows} sequences the work is bound by arithmetic: verifying {run.draft_length + 1} positions costs nearly "
-        f"{run.draft_length + 1} times one, which is why rollouts run at {steps['training_batch_rollout_speedup']:.2f}x "
-        "of plain there. Speculation pays where reading weights dominates: larger policies at small batch."
+        f"Batch {plain['batch']}: a plain step takes {plain['round_milliseconds']:.3f} ms. A round with "
+        f"{best['draft_length']} drafted tokens takes {best['round_milliseconds']:.3f} ms, as long as {cost:.2f} plain "
+        f"steps, and commits {best['accepted_length']:.2f} tokens: their ratio is the speedup within the loop, "
+        f"{best['accepted_length'] / cost:.2f}. Training batch of {rows} sequences: rollouts run at "
+        f"{steps['training_batch_rollout_speedup']:.2f}x of plain with {run.draft_length} drafted tokens. Speculation "
+        "trades arithmetic for passes over the weights; it gains where a pass over the weights costs more than the "
+        "arithmetic of a few tokens, that is with larger policies at small batch, and loses where a few tokens cost a "
+        "few times one."
     )

@@ -11,9 +11,10 @@ K drafted tokens per verify round, R packed rows, T tokens per packed row.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class ScoredRollouts:
 
     rollouts: Rollouts
     prompts: tuple[Prompt, ...]  # P
-    rewards: jax.Array  # f32[P, G]
+    rewards: jax.Array | np.ndarray[Any, Any]  # f32[P, G]
     version: PolicyVersion
 
 
@@ -87,4 +88,4 @@ class StepReport:
     """What one step reports: scalars by metric name (``group/name``, units in the name)."""
 
     step: int
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from draftco_jax.decoding.engine import Engine, EngineShape
 from draftco_jax.drafts.eagle3.checkpoint import save_draft
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
-from draftco_jax.evaluation import Evaluator, build_request
+from draftco_jax.evaluation import Evaluation, Evaluator, build_request
 from draftco_jax.models.functional import ModelGraph, Params, initialise
-from draftco_jax.models.hf_weights import save_policy
+from draftco_jax.models.hf_weights import load_policy, save_policy
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.rewards.exact import score
@@ -47,7 +47,11 @@ class WarmStart:
     noise: float = 0.15
     policy_steps: int = 1200
     policy_learning_rate: float = 4e-3
-    draft_steps: int = 300
+    draft_intermediate_size: int = 128
+    draft_heads: int = 2
+    draft_kv_heads: int = 1
+    draft_passes: int = 4
+    draft_steps: int = 400
     draft_learning_rate: float = 3e-3
     draft_rollouts: int = 2048
     batch_rows: int = 64
@@ -59,7 +63,7 @@ RECIPES = {
     3: WarmStart(digits=3, hidden_size=128, intermediate_size=384),
 }
 _ROLLOUT_BATCH = 256
-_EVAL_PROMPTS = 256
+EVAL_PROMPTS = 256
 
 
 def demonstrations(task: ArithmeticTask, recipe: WarmStart) -> Iterator[PackedBatch]:
@@ -93,74 +97,109 @@ def own_rollouts(
     return batches
 
 
-def make(recipe: WarmStart, out: Path) -> dict[str, Any]:
-    """Train both models, write them, return what was measured."""
-    task = ArithmeticTask(ArithmeticConfig(digits=recipe.digits), seed=recipe.seed)
-    policy_cfg = Qwen3Config.tiny(hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size)
-    draft_cfg = Eagle3Config.for_target(policy_cfg, passes=4)
-    key = jax.random.key(recipe.seed)
-    policy_key, draft_key, rollout_key = jax.random.split(key, 3)
-    graph, policy = initialise(policy_cfg.build, policy_key)
-    draft_graph, draft = initialise(draft_cfg.build, draft_key)
-
-    def report(step: int, loss: jax.Array, *_: Any) -> None:
-        if step % 100 == 0:
-            print(f"{recipe.digits} digits, step {step}: loss {float(loss):.4f}", flush=True)
-
+def make_policy(recipe: WarmStart, task: ArithmeticTask, log: Callable[..., None]) -> tuple[Qwen3Config, Params]:
+    """Fine-tune fresh weights on noisy demonstrations."""
+    cfg = Qwen3Config.tiny(hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size)
+    graph, policy = initialise(cfg.build, jax.random.fold_in(jax.random.key(recipe.seed), 0))
     optimizer = OptimizerConfig(
         learning_rate=recipe.policy_learning_rate, schedule="cosine", warmup_steps=20, weight_decay=0.01
     )
-    policy = fine_tune(graph, policy, demonstrations(task, recipe), optimizer, steps=recipe.policy_steps, on_step=report)
+    batches = demonstrations(task, recipe)
+    return cfg, fine_tune(graph, policy, batches, optimizer, steps=recipe.policy_steps, on_step=log)
 
-    publisher = Publisher(graph, draft_graph)
-    graphs = publisher.rollout_graphs(policy, draft)
-    shape = EngineShape(
+
+def make_draft(
+    recipe: WarmStart, task: ArithmeticTask, policy_cfg: Qwen3Config, policy: Params, log: Callable[..., None]
+) -> tuple[Eagle3Config, ModelGraph, Params]:
+    """Train a fresh draft on the policy's own rollouts."""
+    key = jax.random.key(recipe.seed)
+    cfg = draft_config(recipe, policy_cfg)
+    policy_graph, _ = initialise(policy_cfg.build, key)
+    graph, draft = initialise(cfg.build, jax.random.fold_in(key, 1))
+    publisher = Publisher(policy_graph, None)
+    engine = Engine(*publisher.rollout_graphs(policy, None), shape=engine_shape(task), sampling=SamplingConfig())
+    weights = publisher.publish(policy, None, PolicyVersion(0))
+    batches = own_rollouts(engine, weights.policy, task, recipe, jax.random.fold_in(key, 2))
+    rng = np.random.default_rng(recipe.seed)
+    draft = pretrain_draft(
+        policy_graph,
+        policy,
+        graph,
+        draft_from_policy(draft, policy),
+        cfg,
+        (batches[i] for i in iter(lambda: int(rng.integers(len(batches))), -1)),
+        OptimizerConfig(learning_rate=recipe.draft_learning_rate, schedule="cosine", warmup_steps=10),
+        steps=recipe.draft_steps,
+        sampling=SamplingConfig(),
+        on_step=log,
+    )
+    return cfg, graph, draft
+
+
+def draft_config(recipe: WarmStart, policy_cfg: Qwen3Config) -> Eagle3Config:
+    """The draft of a recipe: as wide as the policy, since it reads its embeddings, with less inside."""
+    return Eagle3Config.for_target(
+        policy_cfg,
+        intermediate_size=recipe.draft_intermediate_size,
+        num_attention_heads=recipe.draft_heads,
+        num_key_value_heads=recipe.draft_kv_heads,
+        passes=recipe.draft_passes,
+    )
+
+
+def engine_shape(task: ArithmeticTask) -> EngineShape:
+    """Room for the task's prompts and full answers."""
+    return EngineShape(
         prompt_capacity=task.max_prompt_tokens,
         max_new_tokens=task.max_response_tokens,
         stop_ids=(task.tokenizer.eos_id,),
         pad_id=task.tokenizer.pad_id,
     )
-    sampled = Engine(*graphs, shape=shape, sampling=SamplingConfig())
-    greedy = Engine(*graphs, shape=shape, sampling=SamplingConfig(temperature=0.0))
-    weights = publisher.publish(policy, None, PolicyVersion(0))
-    batches = own_rollouts(sampled, weights.policy, task, recipe, rollout_key)
-    rng = np.random.default_rng(recipe.seed)
-    order = (batches[i] for i in iter(lambda: int(rng.integers(len(batches))), -1))
-    draft = pretrain_draft(
-        graph,
-        policy,
-        draft_graph,
-        draft_from_policy(draft, policy),
-        draft_cfg,
-        order,
-        OptimizerConfig(learning_rate=recipe.draft_learning_rate, schedule="cosine", warmup_steps=10),
-        steps=recipe.draft_steps,
-        sampling=SamplingConfig(),
-        on_step=report,
-    )
+
+
+def make(recipe: WarmStart, out: Path, policy_from: Path | None) -> dict[str, Any]:
+    """Train both models (or only the draft, for the policy in `policy_from`), write them, return the card."""
+    task = ArithmeticTask(ArithmeticConfig(digits=recipe.digits), seed=recipe.seed)
+
+    def log(step: int, loss: jax.Array, *_: Any) -> None:
+        if step % 100 == 0:
+            print(f"{recipe.digits} digits, step {step}: loss {float(loss):.4f}", flush=True)
+
+    policy_cfg, policy = load_policy(policy_from) if policy_from else make_policy(recipe, task, log)
+    draft_cfg, draft_graph, draft = make_draft(recipe, task, policy_cfg, policy, log)
     save_policy(out / "policy", policy_cfg, policy)
     task.tokenizer.save(out / "policy")
     save_draft(out / "draft", draft_cfg, draft_graph, draft)
-    weights = publisher.publish(policy, draft, PolicyVersion(0))
-    card = measure(recipe, task, sampled, greedy, weights.policy, weights.draft)
+    card = measure(recipe, task, policy_cfg, policy, draft_graph, draft)
     (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
     return card
 
 
 def measure(
-    recipe: WarmStart, task: ArithmeticTask, sampled: Engine, greedy: Engine, policy: Params, draft: Params | None
+    recipe: WarmStart,
+    task: ArithmeticTask,
+    policy_cfg: Qwen3Config,
+    policy: Params,
+    draft_graph: ModelGraph,
+    draft: Params,
 ) -> dict[str, Any]:
     """Pass rates on held-out problems and accepted length, as a card states them."""
-    evaluator = Evaluator(ArithmeticTask(task.config, seed=recipe.seed, split="held_out"), prompts=_EVAL_PROMPTS)
-    key = jax.random.key(recipe.seed + 1)
-    plain = evaluator.run(sampled, policy, None, key, draft_length=0)
-    best = evaluator.run(greedy, policy, None, key, draft_length=0)
-    speculative = evaluator.run(sampled, policy, draft, key, draft_length=4)
+    policy_graph, _ = initialise(policy_cfg.build, jax.random.key(0))
+    publisher = Publisher(policy_graph, draft_graph)
+    graphs, weights = publisher.rollout_graphs(policy, draft), publisher.publish(policy, draft, PolicyVersion(0))
+    evaluator = Evaluator(ArithmeticTask(task.config, seed=recipe.seed, split="held_out"), prompts=EVAL_PROMPTS)
+
+    def run(temperature: float, draft_length: int) -> Evaluation:
+        engine = Engine(*graphs, shape=engine_shape(task), sampling=SamplingConfig(temperature=temperature))
+        key = jax.random.key(recipe.seed + 1)
+        return evaluator.run(engine, weights.policy, weights.draft, key, draft_length=draft_length)
+
+    plain, speculative = run(1.0, 0), run(1.0, 4)
     return {
         "recipe": asdict(recipe),
-        "eval_prompts": _EVAL_PROMPTS,
+        "eval_prompts": EVAL_PROMPTS,
         "pass_rate_temperature_1": plain.pass_rate,
-        "pass_rate_greedy": best.pass_rate,
+        "pass_rate_greedy": run(0.0, 0).pass_rate,
         "pass_rate_temperature_1_speculative": speculative.pass_rate,
         "accepted_length_draft_length_4": speculative.accepted_length,
     }
@@ -168,11 +207,12 @@ def measure(
 
 def main() -> None:
     """Make one warm start."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--digits", type=int, choices=sorted(RECIPES), required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--policy-from", type=Path, help="keep the policy of this folder and make a draft for it")
     args = parser.parse_args()
-    print(json.dumps(make(RECIPES[args.digits], args.out), indent=2))
+    print(json.dumps(make(RECIPES[args.digits], args.out, args.policy_from), indent=2))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     update(step n) -> publish: one jitted program lays out BOTH trees -> Published(version n) -> next generate
 
-The published trees are new buffers: no array of the rollout side aliases one of the train side, nor the draft one of the
-policy. A pair of different versions cannot be made, since only `Publisher.publish` makes a `Published`.
+The published trees are new buffers: no array of the rollout side aliases one of the train side, nor the draft one of
+the policy. A pair of different versions cannot be made, since only `Publisher.publish` makes a `Published`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from draftco_jax.decoding.propose import propose_chain
 from draftco_jax.decoding.rejection import verify
 from draftco_jax.drafts.eagle3.module import Eagle3
 from draftco_jax.models.functional import ModelGraph
-from draftco_jax.models.kv_cache import LayerCache
+from draftco_jax.models.kv_cache import Cache
 from draftco_jax.models.transformer import Decoder
 from draftco_jax.numerics.rows import pick, row_at, slice_rows, update_rows
 from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, SamplingConfig, draw, log_law, request_uniforms
@@ -140,7 +140,7 @@ def generate_speculative(
         out, stats, count = _commit(out, stats, tokens, pick(laws, tokens), accepted, shape)
         # Rewrite the draft's cache at the verified indices from TRUE target features: index s reads taps_s, x_{s+1}.
         fused = draft.fc(taps)
-        states, draft_cache = draft.step(embedding[tokens], fused, anchor, draft_cache)
+        states, draft_cache = draft.step(embedding.at[tokens].get(mode="promise_in_bounds"), fused, anchor, draft_cache)
         last = jnp.maximum(count - 1, 0)
         newest, hidden = jnp.where(count > 0, pick(tokens, last), newest), row_at(states, last)
         return newest, hidden, cache, draft_cache, out, stats
@@ -152,7 +152,7 @@ def generate_speculative(
 
 def _prefill(
     policy: Decoder, request: Request, shape: EngineShape, lookahead: int, tap_layers: tuple[int, ...]
-) -> tuple[Float[Array, "B V"], Float[Array, "B L A"], list[LayerCache]]:
+) -> tuple[Float[Array, "B V"], Float[Array, "B L A"], Cache]:
     """Run the padded prompts; logits at each prompt's last token, taps everywhere, caches filled.
 
     Capacity covers the last token a request may commit and a full block of drafts after it, so no write is clamped.
@@ -193,7 +193,7 @@ def _draft_prefill(
     request: Request,
     shape: EngineShape,
     lookahead: int,
-) -> tuple[Float[Array, "B D"], LayerCache]:
+) -> tuple[Float[Array, "B D"], Cache]:
     """Fill the draft's cache from the prompt; its state at the last prompt index, from which d_1 is drawn."""
     batch, length = request.prompts.shape
     following = jnp.concatenate([request.prompts[:, 1:], jnp.zeros_like(request.prompts[:, :1])], axis=1)
@@ -201,7 +201,7 @@ def _draft_prefill(
     following = jnp.where(at_last, newest[:, None], following)
     cache = draft.empty_cache(batch, _capacity(shape, lookahead))
     start = jnp.zeros((batch,), jnp.int32)
-    states, cache = draft.step(embedding[following], draft.fc(taps), start, cache)
+    states, cache = draft.step(embedding.at[following].get(mode="promise_in_bounds"), draft.fc(taps), start, cache)
     return row_at(states, request.prompt_lengths - 1), cache
 
 
@@ -305,11 +305,8 @@ class Engine:
     ) -> None:
         self.shape = shape
         self.sampling = sampling
-        self._has_draft = draft_graph is not None
-        self._plain = jax.jit(
-            partial(generate_plain, (policy_graph, None), shape=shape, sampling=sampling)
-        )
-        self._speculative = jax.jit(
+        self._plain = jax.jit(partial(generate_plain, (policy_graph, None), shape=shape, sampling=sampling))
+        self._speculative = draft_graph and jax.jit(
             partial(generate_speculative, (policy_graph, draft_graph), shape=shape, sampling=sampling),
             static_argnames=("draft_length",),
         )
@@ -332,7 +329,7 @@ class Engine:
             )
         if draft_length == 0:
             return self._plain((policy_weights, None), request)
-        if draft_length < 0 or not self._has_draft or draft_weights is None:
+        if draft_length < 0 or self._speculative is None or draft_weights is None:
             raise ValueError(f"draft_length={draft_length} needs a draft and a length >= 0; use 0 for plain decoding")
         return self._speculative((policy_weights, draft_weights), request, draft_length=draft_length)
 

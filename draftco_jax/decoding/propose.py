@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from draftco_jax.drafts.eagle3.module import Eagle3
-from draftco_jax.models.kv_cache import LayerCache
+from draftco_jax.models.kv_cache import Cache
 from draftco_jax.numerics.sampling import SamplingConfig, draw, law
 
 
@@ -18,10 +18,10 @@ def propose_chain(
     embedding: Float[Array, "V D"],
     hidden: Float[Array, "B D"],
     anchor: Int[Array, " B"],
-    cache: LayerCache,
+    cache: Cache,
     uniforms: Float[Array, "B k"],
     sampling: SamplingConfig,
-) -> tuple[Int[Array, "B k"], Float[Array, "B k V"], LayerCache]:
+) -> tuple[Int[Array, "B k"], Float[Array, "B k V"], Cache]:
     """Draw d_1 .. d_k, and return the very laws they were drawn from.
 
     Args:
@@ -42,6 +42,8 @@ def propose_chain(
         tokens.append(token)
         laws.append(q)
         if i + 1 < count:
-            state, cache = draft.step(embedding[token][:, None], hidden[:, None], anchor + i, cache)
+            state, cache = draft.step(
+                embedding.at[token].get(mode="promise_in_bounds")[:, None], hidden[:, None], anchor + i, cache
+            )
             hidden = state[:, 0]
     return jnp.stack(tokens, axis=1), jnp.stack(laws, axis=1), cache

@@ -1,4 +1,4 @@
-"""Static key-value cache that is rolled back by position.
+"""Static key-value cache, with the rotary angles of its slots, that is rolled back by position.
 
 A slot holds the key of the token at that position. Queries at position t see slots <= t only, so a slot written by a
 rejected draft is never read: it is overwritten before any query reaches its position. Rolling back is therefore
@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from draftco_jax.models.layers import rotary_angles
+from draftco_jax.numerics.rows import slice_rows
+
 
 class LayerCache(NamedTuple):
     """Keys and values of one attention layer, heads first so that attention reads them contiguously."""
@@ -21,10 +24,41 @@ class LayerCache(NamedTuple):
     values: jax.Array  # [B, K, S, H]
 
 
-def empty_cache(batch: int, kv_heads: int, capacity: int, head_width: int, dtype: jnp.dtype) -> LayerCache:
+class Cache(NamedTuple):
+    """All layers of a model, and cos and sin of every slot's position.
+
+    The angles are computed once for all slots. Computed where they are used, they would be evaluated again for every
+    head of every layer of every token, which costs a small model more than its matmuls.
+    """
+
+    layers: tuple[LayerCache, ...]
+    cos: jax.Array  # f32[S, h]
+    sin: jax.Array  # f32[S, h]
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self.cos.shape[0]
+
+    def angles_at(
+        self, start: Int[Array, " B"], tokens: int
+    ) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
+        """Angles of the T slots from `start` on; start + T <= capacity."""
+        batch = start.shape[0]
+        rows = [
+            slice_rows(jnp.broadcast_to(table[None], (batch, *table.shape)), start, tokens)[:, :, None]
+            for table in (self.cos, self.sin)
+        ]
+        return rows[0], rows[1]
+
+
+def empty_cache(
+    layers: int, batch: int, kv_heads: int, capacity: int, head_width: int, theta: float, dtype: jnp.dtype
+) -> Cache:
     """A cache of zeros with `capacity` slots per request."""
     zeros = jnp.zeros((batch, kv_heads, capacity, head_width), dtype)
-    return LayerCache(zeros, zeros)
+    cos, sin = rotary_angles(jnp.arange(capacity)[None], head_width, theta)
+    return Cache(tuple(LayerCache(zeros, zeros) for _ in range(layers)), cos[0, :, 0], sin[0, :, 0])
 
 
 def write(

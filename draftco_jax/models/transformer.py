@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from draftco_jax.models.attention import attend, packed_causal_mask
-from draftco_jax.models.kv_cache import LayerCache, empty_cache, visible_slots, write
+from draftco_jax.models.kv_cache import Cache, LayerCache, empty_cache, visible_slots, write
 from draftco_jax.models.layers import (
     GatedMLP,
     Linear,
@@ -133,8 +133,8 @@ class Decoder(nnx.Module):
             self.lm_head = Linear((cfg.hidden_size, cfg.vocab_size), ("embed", "vocab"), rngs=rngs)
 
     def embed(self, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
-        """Rows of the embedding table."""
-        return self.embed_tokens[...][tokens]
+        """Rows of the embedding table; every id is below the vocabulary size."""
+        return self.embed_tokens[...].at[tokens].get(mode="promise_in_bounds")
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The output projection, tied or not."""
@@ -162,25 +162,24 @@ class Decoder(nnx.Module):
         return self.norm(x), concatenate_taps(outputs, tap_layers)
 
     def step(
-        self, tokens: Int[Array, "B T"], start: Int[Array, " B"], cache: list[LayerCache], *, tap_layers: Sequence[int]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A"], list[LayerCache]]:
+        self, tokens: Int[Array, "B T"], start: Int[Array, " B"], cache: Cache, *, tap_layers: Sequence[int]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A"], Cache]:
         """The same for T new tokens at positions start, start + 1, ... whose past is in the cache."""
         count = tokens.shape[1]
-        positions = start[:, None] + jnp.arange(count, dtype=start.dtype)[None, :]
-        angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_theta)
-        mask = visible_slots(cache[0].keys.shape[2], start, count)
-        x, outputs, new_cache = self.embed(tokens), [], []
-        for block, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache = block.step(x, angles, mask, layer_cache, start)
+        angles = cache.angles_at(start, count)
+        mask = visible_slots(cache.capacity, start, count)
+        x, outputs, layers = self.embed(tokens), [], []
+        for block, layer in zip(self.layers, cache.layers, strict=True):
+            x, layer = block.step(x, angles, mask, layer, start)
             outputs.append(x)
-            new_cache.append(layer_cache)
-        return self.norm(x), concatenate_taps(outputs, tap_layers), new_cache
+            layers.append(layer)
+        return self.norm(x), concatenate_taps(outputs, tap_layers), cache._replace(layers=tuple(layers))
 
-    def empty_cache(self, batch: int, capacity: int) -> list[LayerCache]:
-        """One cache per layer."""
-        dtype = self.embed_tokens[...].dtype
-        cfg = self.cfg
-        return [empty_cache(batch, cfg.num_key_value_heads, capacity, cfg.head_dim, dtype) for _ in self.layers]
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """Room for `capacity` tokens per request."""
+        cfg, dtype = self.cfg, self.embed_tokens[...].dtype
+        heads, width = cfg.num_key_value_heads, cfg.head_dim
+        return empty_cache(cfg.num_hidden_layers, batch, heads, capacity, width, cfg.rope_theta, dtype)
 
 
 def concatenate_taps(outputs: Sequence[Array], tap_layers: Sequence[int]) -> Float[Array, "B T A"]:

@@ -97,27 +97,28 @@ def log_law(
 
 
 def law(logits: Float[Array, "*b V"], sampling: SamplingConfig) -> Float[Array, "*b V"]:
-    """The law itself: exp of `log_law`, float32."""
-    return jnp.exp(log_law(logits, sampling))
+    """The law itself, float32: exp of `log_law` up to rounding, without the detour through logarithms."""
+    if sampling.greedy or sampling.filtered:
+        return jnp.exp(log_law(logits, sampling))
+    logits = logits.astype(jnp.float32)
+    return jax.nn.softmax(logits if sampling.temperature == 1.0 else logits / sampling.temperature, axis=-1)
 
 
 def draw(weights: Float[Array, "*b V"], uniform: Float[Array, "*b"]) -> Int[Array, "*b"]:
     """Draw ids with probability weights / sum(weights) by inverting the cumulative sum.
 
-    The id is the first one whose cumulative weight exceeds uniform * sum and whose own weight is positive. The second
-    condition matters: a parallel prefix sum in float32 need not be monotone, so without it an id of weight 0 could be
-    drawn once in 10^8. Resolution is that of a float32 uniform, 2^-23, as in Gumbel sampling in float32.
+    The id is the first one of positive weight whose cumulative weight exceeds uniform * total. Ids of weight 0 are set
+    aside because a sum in float32 need not be monotone: one of them could otherwise be drawn once in 10^8. The total is
+    the largest cumulative weight of an id of positive weight, so there always is an id that exceeds. Resolution is that
+    of a float32 uniform, 2^-23, as in Gumbel sampling in float32.
 
     Args:
         weights: float32, >= 0, some entry positive in each row.
         uniform: float32 in [0, 1).
     """
-    cumulative = prefix_sum(weights)
-    threshold = (uniform * cumulative[..., -1])[..., None]
-    candidates = (cumulative > threshold) & (weights > 0)
-    # A non-monotone prefix sum may leave no candidate for a uniform next to 1; the mode is then a member of the law.
-    fallback = jnp.argmax(weights, axis=-1)
-    return jnp.where(jnp.any(candidates, axis=-1), jnp.argmax(candidates, axis=-1), fallback).astype(jnp.int32)
+    cumulative = jnp.where(weights > 0, prefix_sum(weights), -1.0)
+    threshold = uniform * jnp.max(cumulative, axis=-1)
+    return jnp.argmax(cumulative > threshold[..., None], axis=-1).astype(jnp.int32)
 
 
 def prefix_sum(x: Float[Array, "*b V"]) -> Float[Array, "*b V"]:

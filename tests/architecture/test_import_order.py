@@ -16,6 +16,7 @@ ORDER = (
     ("rollout", "training", "planner"),
     ("weight_sync", "checkpoint", "metrics", "profiling", "report", "evaluation", "doctor"),
     ("config",),
+    ("run", "speed", "summary"),
     ("loop", "warm_start"),
     ("cli",),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftco_jax.models.transformer import DecoderConfig
 
@@ -55,11 +55,13 @@ class Eagle3Config:
             raise ValueError(f"pass_decay={self.pass_decay} must be in (0, 1]; 0.8 is usual")
 
     @classmethod
-    def for_target(cls, target: DecoderConfig, *, tap_layers: tuple[int, ...] | None = None, **changes) -> Eagle3Config:
+    def for_target(
+        cls, target: DecoderConfig, *, tap_layers: tuple[int, ...] | None = None, **changes: Any
+    ) -> Eagle3Config:
         """A draft of the target's own width that reads three of its layers (all of them below seven layers)."""
         layers = target.num_hidden_layers
         default = (1, layers // 2 - 1, layers - 4) if layers >= 7 else tuple(range(layers))
-        values = {
+        values: dict[str, Any] = {
             "tap_layers": tap_layers or default,
             "vocab_size": target.vocab_size,
             "draft_vocab_size": target.vocab_size,

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.models.attention import MASKED_SCORE, attend
-from draftco_jax.models.kv_cache import LayerCache, empty_cache, visible_slots, write
+from draftco_jax.models.kv_cache import Cache, empty_cache, visible_slots, write
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, rotary_angles, rotate
 
 
@@ -100,26 +100,24 @@ class Eagle3(nnx.Module):
         full = jnp.zeros((*laws.shape[:-1], self.cfg.vocab_size), laws.dtype)
         return full.at[..., self.draft_to_target[...]].set(laws)
 
-    def empty_cache(self, batch: int, capacity: int) -> LayerCache:
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
         """The draft's own cache."""
-        cfg = self.cfg
-        return empty_cache(batch, cfg.num_key_value_heads, capacity, cfg.head_dim, self.fc.kernel[...].dtype)
+        cfg, dtype = self.cfg, self.fc.kernel[...].dtype
+        return empty_cache(1, batch, cfg.num_key_value_heads, capacity, cfg.head_dim, cfg.rope_theta, dtype)
 
     def step(
         self,
         embeds: Float[Array, "B T D"],
         hidden: Float[Array, "B T D"],
         start: Int[Array, " B"],
-        cache: LayerCache,
-    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        cache: Cache,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
         """T consecutive indices start, start + 1, ...: `embeds` of the tokens AFTER each index, `hidden` at it."""
         count = embeds.shape[1]
-        positions = start[:, None] + jnp.arange(count, dtype=start.dtype)[None, :]
-        angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_theta)
-        q, k, v = self.midlayer.project(embeds, hidden, angles)
-        cache = write(cache, k, v, start)
-        heads = attend(q, cache.keys, cache.values, visible_slots(cache.keys.shape[2], start, count))
-        return self.midlayer.finish(hidden, heads), cache
+        q, k, v = self.midlayer.project(embeds, hidden, cache.angles_at(start, count))
+        layer = write(cache.layers[0], k, v, start)
+        heads = attend(q, layer.keys, layer.values, visible_slots(cache.capacity, start, count))
+        return self.midlayer.finish(hidden, heads), cache._replace(layers=(layer,))
 
     def passes(
         self,
