@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ScoredRollouts:
 
     rollouts: Rollouts
     prompts: tuple[Prompt, ...]  # P
-    rewards: jax.Array | np.ndarray[Any, Any]  # f32[P, G]
+    rewards: jax.Array | NDArray[Any]  # f32[P, G]
     version: PolicyVersion
 
 
