@@ -23,7 +23,9 @@ def get_config() -> RunConfig:
         rollout=RolloutConfig(prompts_per_step=32, samples_per_prompt=8),
         policy_optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=5),
         speculation="cotrained",
-        draft=Eagle3Config.for_target(POLICY, passes=4),
+        draft=Eagle3Config.for_target(
+            POLICY, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, passes=4
+        ),
         draft_checkpoint="shipped:arithmetic3/draft",
         draft_length=4,
         draft_optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=5),
