@@ -121,3 +121,7 @@ def _doctor(options: argparse.Namespace) -> None:
     print(f"{'devices':<18} {', '.join(found['devices']) or found['devices_error']}")
     if options.json:
         print(f"Written to {options.json}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,7 +27,7 @@ from draftco_jax.metrics import MetricsWriter, Progress, read_metrics, read_summ
 from draftco_jax.profiling import StageClock
 from draftco_jax.report import write_report
 from draftco_jax.rewards.exact import score
-from draftco_jax.run import Run, claim_directory, set_up, start_or_resume
+from draftco_jax.run import Run, check_directory, claim_directory, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
 from draftco_jax.training.update import TrainState
 from draftco_jax.types import PackedBatch, PolicyVersion, Prompt, Rollouts, ScoredRollouts, StepReport
@@ -37,11 +37,12 @@ from draftco_jax.weight_sync import Published
 def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[str, Any]:
     """Train, leave everything in the run directory, return the summary. A finished run is left as it is."""
     run_dir, started = Path(run_dir), time.perf_counter()
-    claim_directory(cfg, run_dir, resume)
+    check_directory(cfg, run_dir, resume)
     if (run_dir / "report.html").is_file() and (finished := read_summary(run_dir)):
         return finished
+    run = set_up(cfg)  # before anything is written: a config that cannot be set up leaves no run directory
+    claim_directory(cfg, run_dir)
     with ExitStack() as stack:
-        run = set_up(cfg)
         checkpoints = stack.enter_context(Checkpointer(run_dir, cfg.checkpoint.keep))
         state = start_or_resume(run, checkpoints, resume)
         first = int(state.step)

@@ -100,8 +100,8 @@ class Run:
         return initialise(self.cfg.draft.build, jax.random.fold_in(self.key, _UNTRAINED_KEY))[1]
 
 
-def claim_directory(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
-    """Make the run directory hold this config, or refuse without touching anything."""
+def check_directory(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
+    """Refuse a directory that holds something else; touches nothing."""
     path, wanted = run_dir / CONFIG_FILE, to_json(cfg)
     if path.is_file():
         try:
@@ -119,8 +119,13 @@ def claim_directory(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
         return
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise UserError(f"run_dir={run_dir} exists and is not a run; choose a new or empty directory")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_text_whole(path, json.dumps(wanted, indent=2) + "\n")
+
+
+def claim_directory(cfg: RunConfig, run_dir: Path) -> None:
+    """Make the directory this config's own."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_text_whole(run_dir / CONFIG_FILE, json.dumps(to_json(cfg), indent=2) + "\n")
 
 
 def load_models(cfg: RunConfig, key: Array) -> Models:
