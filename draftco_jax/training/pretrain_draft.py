@@ -21,6 +21,12 @@ from draftco_jax.types import PackedBatch
 def draft_from_policy(draft: Params, policy: Params) -> Params:
     """A fresh draft whose head and final norm are copies of the policy's (full draft vocabulary, equal widths)."""
     head = policy["lm_head"]["kernel"] if "lm_head" in policy else policy["embed_tokens"].T
+    own = draft["lm_head"]["kernel"].shape
+    if own != head.shape:
+        raise ValueError(
+            f"draft head {own} must have the shape {head.shape} of the policy's; "
+            "start a draft of a reduced vocabulary or another width from a checkpoint"
+        )
     return draft | {"lm_head": {"kernel": jnp.array(head)}, "norm": jax.tree.map(jnp.array, policy["norm"])}
 
 

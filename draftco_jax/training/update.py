@@ -71,9 +71,9 @@ def update(
     policy, policy_optimizer = apply_gradients(
         optimizers.policy, gradients["policy"], state.policy_optimizer, state.policy
     )
-    metrics["policy/gradient_norm"] = optax.global_norm(gradients["policy"])
+    metrics["policy/gradient_norm"] = optax.tree.norm(gradients["policy"])
     draft, draft_optimizer = state.draft, state.draft_optimizer
     if draft is not None and draft_optimizer is not None and optimizers.draft is not None:
         draft, draft_optimizer = apply_gradients(optimizers.draft, gradients["draft"], draft_optimizer, draft)
-        metrics["draft/gradient_norm"] = optax.global_norm(gradients["draft"])
+        metrics["draft/gradient_norm"] = optax.tree.norm(gradients["draft"])
     return TrainState(state.step + 1, policy, draft, policy_optimizer, draft_optimizer), metrics

@@ -1,0 +1,120 @@
+"""Tests of what comes before RL: fine-tuning on demonstrations, then a draft for the fixed policy."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.models.functional import abstract_params, graph_of
+from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.training.fine_tune import fine_tune
+from draftco_jax.training.objective import GrpoConfig, ObjectiveSpec, global_counts, objective
+from draftco_jax.training.optimizer import OptimizerConfig
+from draftco_jax.training.pretrain_draft import draft_from_policy, pretrain_draft
+from draftco_jax.types import PackedBatch
+
+
+@pytest.fixture(scope="module")
+def demonstrations():
+    """Texts in which each token follows from the one before it: x -> 5 x + 2 mod 23, first token given."""
+    tokens = np.zeros((5, 12), np.int32)
+    tokens[:, 0] = [3, 8, 14, 19, 21]
+    for column in range(1, 12):
+        tokens[:, column] = (5 * tokens[:, column - 1] + 2) % 23
+    ones, mask = np.ones_like(tokens), np.ones(tokens.shape, np.float32)
+    mask[:, 0] = 0
+    positions = np.broadcast_to(np.arange(12, dtype=np.int32), tokens.shape)
+    zeros = np.zeros_like(mask)
+    return PackedBatch(*(jnp.asarray(a) for a in (tokens, positions, ones, mask, zeros, zeros)))
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(setup, demonstrations):
+    """Policy and losses."""
+    losses = []
+    policy = fine_tune(
+        setup.spec.policy_graph,
+        setup.policy,
+        itertools.repeat(demonstrations),
+        OptimizerConfig(learning_rate=1e-2),
+        steps=60,
+        on_step=lambda step, loss: losses.append((step, float(loss))),
+    )
+    return policy, losses
+
+
+def test_fine_tuning_learns_the_demonstrations(fine_tuned):
+    _, losses = fine_tuned
+    assert [step for step, _ in losses] == list(range(1, 61))
+    assert losses[0][1] > 2.5 and losses[-1][1] < 0.5
+
+
+@pytest.fixture(scope="module")
+def full(setup):
+    """A draft of the whole vocabulary: config, graph, weights."""
+    cfg = Eagle3Config.for_target(setup.policy_cfg, passes=2)
+    rng = np.random.default_rng(5)
+    draw = lambda leaf: jnp.asarray(0.1 * rng.normal(size=leaf.shape) + (leaf.ndim == 1), jnp.float32)  # noqa: E731
+    return cfg, graph_of(cfg.build), jax.tree.map(draw, abstract_params(cfg.build))
+
+
+def test_pretraining_raises_acceptance_and_bug_case_b16_its_loss_is_that_of_the_joint_update(
+    setup, fine_tuned, full, demonstrations
+):
+    policy, _ = fine_tuned
+    cfg, graph, draft = full
+    draft, seen = draft_from_policy(draft, policy), []
+    before = jax.tree.map(np.array, policy)
+    trained = pretrain_draft(
+        setup.spec.policy_graph,
+        policy,
+        graph,
+        draft,
+        cfg,
+        itertools.repeat(demonstrations),
+        OptimizerConfig(learning_rate=1e-2),
+        steps=60,
+        sampling=SamplingConfig(),
+        on_step=lambda step, loss, report: seen.append((float(loss), np.asarray(report.acceptances))),
+    )
+    assert (seen[-1][1] > seen[0][1] + 0.3).all() and (seen[-1][1] > 0.6).all()
+    jax.tree.map(np.testing.assert_array_equal, policy, before)
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (trained, draft)), strict=True))
+
+    spec = ObjectiveSpec(
+        policy_graph=setup.spec.policy_graph,
+        draft_graph=graph,
+        tap_layers=cfg.tap_layers,
+        algorithm=GrpoConfig(),
+        sampling=SamplingConfig(),
+        chunk_tokens=32,
+    )
+    counts = global_counts(demonstrations, cfg)
+    joint = jax.jit(lambda p: objective(p, demonstrations, counts, jnp.float32(1.0), None, None, spec)[1])
+    metrics = joint({"policy": policy, "draft": draft})
+    np.testing.assert_allclose(metrics["draft/loss"], seen[0][0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_draft_started_from_the_policy_has_copies_of_its_head_and_final_norm(setup, full, tied):
+    _, _, draft = full
+    rng = np.random.default_rng(6)
+    head = jnp.asarray(rng.normal(size=(16, 23)), jnp.float32)
+    policy = setup.policy if tied else setup.policy | {"lm_head": {"kernel": head}}
+    started = draft_from_policy(draft, policy)
+    np.testing.assert_array_equal(started["lm_head"]["kernel"], setup.policy["embed_tokens"].T if tied else head)
+    np.testing.assert_array_equal(started["norm"]["weight"], policy["norm"]["weight"])
+    jax.tree.map(np.testing.assert_array_equal, started["midlayer"], draft["midlayer"])
+    pointers = lambda tree: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}  # noqa: E731
+    copied = {name: started[name] for name in ("lm_head", "norm")}
+    assert not pointers(copied) & (pointers(policy) | pointers(draft))
+
+
+def test_a_reduced_vocabulary_cannot_take_the_policys_head(setup):
+    with pytest.raises(ValueError, match=r"\(16, 13\).*\(16, 23\)"):
+        draft_from_policy(setup.draft, setup.policy)
