@@ -138,10 +138,7 @@ def request_uniforms(keys: Key[Array, " B"], length: int) -> Float[Array, "B S 3
     """Uniforms in [0, 1) for each (request, position, stream); streams are PROPOSE, ACCEPT, COMMIT.
 
     The value at a position depends on the request's own key and on the position alone: not on the batch, on the
-    capacity `length`, or on how many rounds it took to get there.
+    capacity `length`, or on how many rounds it took to get there. Bits are a function of the key and of a counter,
+    position * 3 + stream (JAX's partitionable Threefry), so a longer table begins with the shorter one.
     """
-
-    def at(key: Array, position: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(key, position), (_STREAMS,), jnp.float32)
-
-    return jax.vmap(jax.vmap(at, in_axes=(None, 0)), in_axes=(0, None))(keys, jnp.arange(length))
+    return jax.vmap(lambda key: jax.random.uniform(key, (length, _STREAMS), jnp.float32))(keys)
