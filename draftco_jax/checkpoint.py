@@ -32,9 +32,17 @@ class Checkpointer:
 
     def __init__(self, run_dir: Path, keep: int) -> None:
         self._folder = (run_dir / "checkpoints").resolve()
-        # Saved in the calling thread: a save that fails stops the run at the step that made it.
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=(_STATE, _DATA))
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=True,
+            # Saved in the calling thread: a save that fails stops the run at the step that made it.
+            enable_async_checkpointing=False,
+            # A numbered folder without the commit marker, such as a copy that was cut short, is not a candidate.
+            step_name_format=ocp.path.step.standard_name_format(
+                temporary_path_cls=ocp.path.atomicity.CommitFileTemporaryPath
+            ),
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options, handler_registry=_handlers())
 
     @property
     def latest_step(self) -> int | None:
@@ -98,6 +106,17 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._manager.close()
+
+
+def _handlers() -> ocp.handlers.CheckpointHandlerRegistry:
+    """Who reads and writes each item; without it a process that has not saved cannot read what is in a checkpoint."""
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    arrays, json_object = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
+    for arguments in (ocp.args.StandardSave, ocp.args.StandardRestore):
+        registry.add(_STATE, arguments, arrays)
+    for arguments in (ocp.args.JsonSave, ocp.args.JsonRestore):
+        registry.add(_DATA, arguments, json_object)
+    return registry
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:

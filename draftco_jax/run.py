@@ -21,7 +21,7 @@ from draftco_jax.environments.catalog import build_task
 from draftco_jax.errors import UserError
 from draftco_jax.evaluation import Evaluator
 from draftco_jax.metrics import write_text_whole
-from draftco_jax.models.functional import ModelGraph, Params, initialise
+from draftco_jax.models.functional import ModelGraph, Params, graph_of, initialise
 from draftco_jax.models.hf_weights import load_policy
 from draftco_jax.training.objective import ObjectiveSpec
 from draftco_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -137,7 +137,7 @@ def load_models(cfg: RunConfig, key: Array) -> Models:
         found, policy = load_policy(folder)
         if found != cfg.policy:
             raise UserError(f"policy_checkpoint={cfg.policy_checkpoint} is {found}, the config says {cfg.policy}")
-        graph, _ = initialise(cfg.policy.build, key)
+        graph = graph_of(cfg.policy.build)
     if cfg.speculation == "off" or cfg.draft is None:
         return Models(graph, policy, None, None)
     if cfg.draft_checkpoint is None:
