@@ -1,22 +1,28 @@
 """Save and restore all that a run needs to continue bit for bit, with Orbax.
 
-A checkpoint is written whole or not at all: Orbax renames the finished folder, and only renamed folders are candidates
-for a resume. Contents: the train state (policy, draft, both optimizers, step), the root random key, the data position.
+A checkpoint is written whole or not at all: Orbax renames the finished folder, and only folders with its commit marker
+are candidates for a resume. Contents: the train state (policy, draft, both optimizers, step), the root random key, the
+data position, and a record of every array's type, shape and checksum, which Orbax does not verify by itself.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
+import textwrap
+import zlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from draftco_jax.errors import UserError
 from draftco_jax.training.update import TrainState
 
-_STATE, _DATA = "state", "data"
+_STATE, _RECORD = "state", "record"
 
 
 class Restored(NamedTuple):
@@ -42,7 +48,7 @@ class Checkpointer:
                 temporary_path_cls=ocp.path.atomicity.CommitFileTemporaryPath
             ),
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options, handler_registry=_handlers())
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=(_STATE, _RECORD))
 
     @property
     def latest_step(self) -> int | None:
@@ -51,53 +57,55 @@ class Checkpointer:
 
     def save(self, state: TrainState, key: jax.Array, data: dict[str, Any]) -> None:
         """Write a checkpoint under the state's own step."""
-        tree = {"train": state._asdict(), "key": jax.random.key_data(key)}
-        self._manager.save(
-            int(state.step),
-            args=ocp.args.Composite(**{_STATE: ocp.args.StandardSave(tree), _DATA: ocp.args.JsonSave(data)}),
-        )
+        step, tree = int(state.step), _tree(state, key)
+        unfinished = self._folder / str(step)
+        if unfinished.is_dir() and step not in self._manager.all_steps():
+            shutil.rmtree(unfinished)  # it would be in the way of the rename
+        record = {"data": data, "key_implementation": str(jax.random.key_impl(key)), "arrays": _describe(tree)}
+        items = {_STATE: ocp.args.StandardSave(tree), _RECORD: ocp.args.JsonSave(record)}
+        saved = self._manager.save(step, args=ocp.args.Composite(**items))
+        assert saved, f"checkpoint step {step} was left out; the newest is {self.latest_step}"
 
     def restore(self, step: int, like: TrainState, key: jax.Array) -> Restored:
-        """Read a checkpoint into the structure of `like`; shapes and dtypes must be those that were saved.
+        """Read a checkpoint into the structure of `like`; names, shapes, dtypes and key type must be those saved.
 
         Raises:
             UserError: the checkpoint is damaged, or belongs to another model or optimizer.
         """
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, {
-            "train": like._asdict(),
-            "key": jax.random.key_data(key),
-        })  # fmt: skip
-        source = f"checkpoint {self._folder / str(step)}"
-        try:
-            self._check_dtypes(step, abstract)
-            items = {_STATE: ocp.args.StandardRestore(abstract), _DATA: ocp.args.JsonRestore()}
-            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        except UserError:
-            raise
-        except Exception as error:  # Orbax and its storage raise many types; all mean that the files cannot be used
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        wanted = _tree(like, key)
+        record = self._restore_item(step, _RECORD, ocp.args.JsonRestore())
+        if not isinstance(record, dict) or not {"data", "key_implementation", "arrays"} <= record.keys():
+            raise self._damaged(step, "its record is incomplete")
+        saved_as, implementation = record["key_implementation"], str(jax.random.key_impl(key))
+        if saved_as != implementation:
             raise UserError(
-                f"{source} cannot be restored ({reason[:200]}); it is damaged or of another model: "
-                "delete that step's folder to resume from the one before it"
-            ) from error
-        tree = restored[_STATE]
-        return Restored(TrainState(**tree["train"]), jax.random.wrap_key_data(tree["key"]), restored[_DATA])
+                f"checkpoint step {step} was made with {saved_as} random keys, this process makes {implementation}; "
+                "resume with the jax_default_prng_impl it was made with"
+            )
+        _check_arrays(step, record["arrays"], _describe(wanted))
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
+        tree = self._restore_item(step, _STATE, ocp.args.StandardRestore(abstract))
+        for name, found in _describe(tree).items():
+            if found != record["arrays"][name]:
+                raise self._damaged(step, f"the checksum of {name} is not the one it was saved with")
+        return Restored(
+            TrainState(**tree["train"]), jax.random.wrap_key_data(tree["key"], impl=implementation), record["data"]
+        )
 
-    def _check_dtypes(self, step: int, abstract: Any) -> None:
-        """Orbax converts dtypes silently on restore; a counter or a moment must not change its type."""
-        saved = self._manager.item_metadata(step)[_STATE]
-        saved = getattr(saved, "tree", saved)
-        flat_saved = {_path_name(path): leaf for path, leaf in _leaves(saved)}
-        for path, leaf in _leaves(abstract):
-            name = _path_name(path)
-            found = flat_saved.get(name)
-            if found is None:
-                raise UserError(f"checkpoint step {step} holds no array {name}; it belongs to another config")
-            if tuple(found.shape) != tuple(leaf.shape) or found.dtype != leaf.dtype:
-                raise UserError(
-                    f"checkpoint step {step}: {name} is {found.dtype}{tuple(found.shape)}, this run needs "
-                    f"{leaf.dtype}{tuple(leaf.shape)}; it belongs to another config"
-                )
+    def _restore_item(self, step: int, name: str, args: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{name: args}))[name]
+        except Exception as error:  # Orbax and its storage raise many types; all mean that the files cannot be used
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise self._damaged(step, textwrap.shorten(reason, 120)) from error
+
+    def _damaged(self, step: int, reason: str) -> UserError:
+        before = [other for other in self._manager.all_steps() if other < step]
+        way_out = f"resume from step {max(before)}" if before else "start over"
+        return UserError(
+            f"checkpoint {self._folder / str(step)} cannot be restored ({reason}): it is damaged; "
+            f"delete that folder to {way_out}"
+        )
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -108,19 +116,38 @@ class Checkpointer:
         self._manager.close()
 
 
-def _handlers() -> ocp.handlers.CheckpointHandlerRegistry:
-    """Who reads and writes each item; without it a process that has not saved cannot read what is in a checkpoint."""
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    arrays, json_object = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
-    for arguments in (ocp.args.StandardSave, ocp.args.StandardRestore):
-        registry.add(_STATE, arguments, arrays)
-    for arguments in (ocp.args.JsonSave, ocp.args.JsonRestore):
-        registry.add(_DATA, arguments, json_object)
-    return registry
+def fingerprint(tree: Any) -> int:
+    """One number that changes with any bit of any array of a tree."""
+    return zlib.crc32(json.dumps(_describe(tree), sort_keys=True).encode())
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "dtype"))[0]
+def _tree(state: TrainState, key: jax.Array) -> dict[str, Any]:
+    return {"train": state._asdict(), "key": jax.random.key_data(key)}
+
+
+def _describe(tree: Any) -> dict[str, dict[str, Any]]:
+    """Type, shape and checksum of every array, by the dotted name of its place."""
+    described = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        array = np.ascontiguousarray(leaf)
+        described[_path_name(path)] = {
+            "dtype": str(array.dtype),
+            "shape": list(np.shape(leaf)),
+            "crc32": zlib.crc32(array.data),
+        }
+    return described
+
+
+def _check_arrays(step: int, saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> None:
+    """Orbax converts types silently on restore; a counter or a moment must not change its type."""
+    way_out = "it belongs to another config: resume with the one it was made with, or choose another run directory"
+    for name in [*wanted, *saved]:
+        if name not in saved or name not in wanted:
+            holds, needs = ("holds", "not needed") if name in saved else ("does not hold", "needed")
+            raise UserError(f"checkpoint step {step} {holds} the array {name}, which is {needs} here; {way_out}")
+        found, needed = (f"{a[name]['dtype']}{a[name]['shape']}" for a in (saved, wanted))
+        if found != needed:
+            raise UserError(f"checkpoint step {step}: {name} is {found}, this run needs {needed}; {way_out}")
 
 
 def _path_name(path: tuple[Any, ...]) -> str:

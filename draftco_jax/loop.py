@@ -26,8 +26,9 @@ from draftco_jax.losses.advantages import group_relative_advantages, zero_varian
 from draftco_jax.metrics import MetricsWriter, Progress, read_metrics, read_summary, write_summary
 from draftco_jax.profiling import StageClock
 from draftco_jax.report import write_report
+from draftco_jax.report.write import REPORT_FILE
 from draftco_jax.rewards.exact import score
-from draftco_jax.run import Run, check_directory, claim_directory, set_up, start_or_resume
+from draftco_jax.run import Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
 from draftco_jax.training.update import TrainState
 from draftco_jax.types import PackedBatch, PolicyVersion, Prompt, Rollouts, ScoredRollouts, StepReport
@@ -38,7 +39,7 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
     """Train, leave everything in the run directory, return the summary. A finished run is left as it is."""
     run_dir, started = Path(run_dir), time.perf_counter()
     check_directory(cfg, run_dir, resume)
-    if (run_dir / "report.html").is_file() and (finished := read_summary(run_dir)):
+    if (run_dir / REPORT_FILE).is_file() and (finished := read_summary(run_dir)):
         return finished
     run = set_up(cfg)  # before anything is written: a config that cannot be set up leaves no run directory
     claim_directory(cfg, run_dir)
@@ -60,10 +61,11 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
             writer.write(report)
             progress.update(step, report.metrics)
             if _due(step, cfg.checkpoint.every_steps) or step == cfg.steps:
-                checkpoints.save(state, run.key, {"prompts": run.prompts.get_state()})
+                checkpoints.save(state, run.key, resume_data(run))
         if batch is None:  # resumed after the last step: the timed update needs some batch
             batch = make_batch(run, weights, next(run.prompts), cfg.steps)
         summary = summarise_run(run, state, weights, batch, read_metrics(run_dir), progress.stage)
+        (run_dir / REPORT_FILE).unlink(missing_ok=True)  # one of the unfinished run: with a summary it means finished
         write_summary(run_dir, summary | {"wall_seconds": time.perf_counter() - started})
     write_report(run_dir)
     return read_summary(run_dir)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from draftco_jax.checkpoint import Checkpointer
+from draftco_jax.checkpoint import Checkpointer, fingerprint
 from draftco_jax.config import RunConfig, resolve_checkpoint
 from draftco_jax.config_io import diff, to_json
 from draftco_jax.data.prompts import PromptBatches
@@ -106,7 +107,7 @@ def check_directory(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
     if path.is_file():
         try:
             held = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # not JSON, or not text
             raise UserError(f"{path} is not JSON ({error}); choose another run directory") from error
         changes = diff(held, wanted)
         if changes:
@@ -124,7 +125,10 @@ def check_directory(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
 def claim_directory(cfg: RunConfig, run_dir: Path) -> None:
     """Make the directory this config's own."""
     if not (run_dir / CONFIG_FILE).is_file():
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run_dir={run_dir} cannot be made ({error.strerror}); choose another directory") from error
         write_text_whole(run_dir / CONFIG_FILE, json.dumps(to_json(cfg), indent=2) + "\n")
 
 
@@ -136,7 +140,7 @@ def load_models(cfg: RunConfig, key: Array) -> Models:
         folder = resolve_checkpoint(cfg.policy_checkpoint)
         found, policy = load_policy(folder)
         if found != cfg.policy:
-            raise UserError(f"policy_checkpoint={cfg.policy_checkpoint} is {found}, the config says {cfg.policy}")
+            raise _other_sizes("policy", cfg.policy_checkpoint, found, cfg.policy)
         graph = graph_of(cfg.policy.build)
     if cfg.speculation == "off" or cfg.draft is None:
         return Models(graph, policy, None, None)
@@ -145,8 +149,19 @@ def load_models(cfg: RunConfig, key: Array) -> Models:
         return Models(graph, policy, draft_graph, draft_from_policy(draft, policy))
     found_draft, draft_graph, draft = load_draft(resolve_checkpoint(cfg.draft_checkpoint), training=cfg.draft)
     if found_draft != cfg.draft:
-        raise UserError(f"draft_checkpoint={cfg.draft_checkpoint} is {found_draft}, the config says {cfg.draft}")
+        raise _other_sizes("draft", cfg.draft_checkpoint, found_draft, cfg.draft)
     return Models(graph, policy, draft_graph, draft)
+
+
+def _other_sizes(part: str, checkpoint: str, found: Any, wanted: Any) -> UserError:
+    names = [field.name for field in fields(wanted) if getattr(found, field.name) != getattr(wanted, field.name)]
+    differences = ", ".join(
+        f"{name}={getattr(found, name)} where {part}.{name}={getattr(wanted, name)}" for name in names
+    )
+    return UserError(
+        f"{part}_checkpoint={checkpoint} must hold the {part} of the config, but has {differences}; "
+        f"give the checkpoint of this {part}, or set {part} to what the checkpoint holds"
+    )
 
 
 def set_up(cfg: RunConfig) -> Run:
@@ -201,8 +216,20 @@ def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainS
         raise UserError(
             f"checkpoint step {step} was made with another random key; resume with the seed it was made with"
         )
+    for part, weights in resume_data(run)["models"].items():
+        if restored.data["models"][part] != weights:
+            raise UserError(
+                f"{part}_checkpoint={getattr(run.cfg, f'{part}_checkpoint')} no longer holds the weights this run "
+                "started from; put them back, or choose another run directory"
+            )
     run.prompts.set_state(restored.data["prompts"])
     return restored.state
+
+
+def resume_data(run: Run) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state: the data position, and which weights the run started from."""
+    models = {"policy": fingerprint(run.models.policy), "draft": fingerprint(run.models.draft)}
+    return {"prompts": run.prompts.get_state(), "models": models}
 
 
 def _engine_shape(cfg: RunConfig, task: Task) -> EngineShape:

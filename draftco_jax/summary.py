@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
+import numpy as np
 
 from draftco_jax.models.functional import Params
 from draftco_jax.models.transformer import count_parameters
@@ -40,8 +41,8 @@ def summarise_run(
         "pass_rate_start": first["eval/pass_rate"],
         "pass_rate_end": last["eval/pass_rate"],
         "eval_prompts": cfg.evaluation.prompts,
-        "generator_trainer_kl_max": max(line["agreement/kl_k3"] for line in steps),
-        "generator_trainer_logprob_diff_max": max(line["agreement/logprob_diff_max"] for line in steps),
+        "generator_trainer_kl_max": _largest(steps, "agreement/kl_k3"),
+        "generator_trainer_logprob_diff_max": _largest(steps, "agreement/logprob_diff_max"),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES},
         "hardware": {
             "cpu": platform.processor() or platform.machine(),
@@ -63,6 +64,11 @@ def summarise_run(
         stage("timing plain and speculative rollouts in turn")
         summary |= _speed(run, state, weights, batch)
     return summary
+
+
+def _largest(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    """Largest value of all steps; NaN if any is, which Python's max hides."""
+    return float(np.max([line[name] for line in steps]))
 
 
 def _accepted_length(run: Run, state: TrainState, draft: Params) -> float | None:
