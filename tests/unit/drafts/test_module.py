@@ -124,8 +124,8 @@ def test_branch_attention_is_one_softmax_over_trunk_and_branch():
     mask = packed_causal_mask(jnp.array([[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]]))
     heads_first = lambda parts: jnp.concatenate([jnp.swapaxes(part, 1, 2) for part in parts], axis=2)  # noqa: E731
     own = jnp.broadcast_to(jnp.eye(5, dtype=bool)[None], (2, 5, 5))
-    expected = attend(q, heads_first(keys), heads_first(values), jnp.concatenate([mask, own, own], axis=-1))
-    np.testing.assert_allclose(branch_attend(q, keys, values, mask), expected, rtol=1e-5, atol=1e-6)
+    expected = jax.jit(attend)(q, heads_first(keys), heads_first(values), jnp.concatenate([mask, own, own], axis=-1))
+    np.testing.assert_allclose(jax.jit(branch_attend)(q, keys, values, mask), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_law_over_draft_ids_is_spread_to_the_target_ids(make_draft):

@@ -57,7 +57,7 @@ def test_fine_tuning_learns_the_demonstrations(fine_tuned):
 @pytest.fixture(scope="module")
 def full(setup):
     """A draft of the whole vocabulary: config, graph, weights."""
-    cfg = Eagle3Config.for_target(setup.policy_cfg, passes=2)
+    cfg = Eagle3Config.for_target(setup.policy_cfg, passes=1)
     rng = np.random.default_rng(5)
     draw = lambda leaf: jnp.asarray(0.1 * rng.normal(size=leaf.shape) + (leaf.ndim == 1), jnp.float32)  # noqa: E731
     return cfg, graph_of(cfg.build), jax.tree.map(draw, abstract_params(cfg.build))
