@@ -60,8 +60,8 @@ class Request(NamedTuple):
 class _Output(NamedTuple):
     """Response so far; slots at and after `count` hold nothing that is read."""
 
-    tokens: jax.Array  # i32[B, M + k]
-    logprobs: jax.Array  # f32[B, M + k]
+    tokens: jax.Array  # i32[B, M + r]: a whole block fits behind the last token that may be read
+    logprobs: jax.Array  # f32[B, M + r]
     count: jax.Array  # i32[B]
     stopped: jax.Array  # bool[B]
 
@@ -175,7 +175,7 @@ def _first_token(
     """The token sampled at prefill: it belongs to no verify round."""
     laws = log_law(logits, sampling)
     token = draw(jnp.exp(laws), slice_rows(uniforms, request.prompt_lengths, 1)[:, 0, COMMIT])
-    batch, width = token.shape[0], shape.max_new_tokens + lookahead
+    batch, width = token.shape[0], shape.max_new_tokens + lookahead + 1
     out = _Output(
         tokens=jnp.full((batch, width), shape.pad_id, jnp.int32).at[:, 0].set(token),
         logprobs=jnp.zeros((batch, width), jnp.float32).at[:, 0].set(pick(laws, token)),
@@ -230,17 +230,14 @@ def _commit(
     until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, accepted + 1)
     count = jnp.where(live, jnp.minimum(until_stop, shape.max_new_tokens - out.count), 0).astype(jnp.int32)
 
-    # Writing the whole block is safe: what lies after `count` is overwritten by the next round or never read. A
-    # finished row may write from max_new_tokens on; the buffer has k more slots than that, and one slot too few for
-    # k + 1 tokens, so its rows are kept as they are.
-    keep = live[:, None]
+    # Writing the whole block is safe: what lies after `count` is overwritten by the next round or never read.
     out = _Output(
-        tokens=jnp.where(keep, update_rows(out.tokens, tokens, out.count), out.tokens),
-        logprobs=jnp.where(keep, update_rows(out.logprobs, logprobs, out.count), out.logprobs),
+        tokens=update_rows(out.tokens, tokens, out.count),
+        logprobs=update_rows(out.logprobs, logprobs, out.count),
         count=out.count + count,
         stopped=out.stopped | jnp.any(stops & (slots < count[:, None]), axis=1),
     )
-    reached = (jnp.arange(tokens.shape[1] - 1)[None, :] < accepted[:, None]) & keep
+    reached = (jnp.arange(tokens.shape[1] - 1)[None, :] < accepted[:, None]) & live[:, None]
     rounds, reached = live.astype(jnp.int32), reached.astype(jnp.int32)
     stats = _Stats(stats.rounds + rounds, stats.committed + count, stats.accepted + reached)
     return out, stats, count
