@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ class Models:
     draft_graph: ModelGraph | None
     draft: Params | None
     """The draft before the first step: what a frozen draft stays, and the twin of a co-trained one."""
+
+    @cached_property
+    def fingerprints(self) -> dict[str, int]:
+        """One number for each model's starting weights."""
+        return {"policy": fingerprint(self.policy), "draft": fingerprint(self.draft)}
 
 
 @dataclass(frozen=True)
@@ -216,8 +222,8 @@ def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainS
         raise UserError(
             f"checkpoint step {step} was made with another random key; resume with the seed it was made with"
         )
-    for part, weights in resume_data(run)["models"].items():
-        if restored.data["models"][part] != weights:
+    for part, number in run.models.fingerprints.items():
+        if restored.data["starting_weights"][part] != number:
             raise UserError(
                 f"{part}_checkpoint={getattr(run.cfg, f'{part}_checkpoint')} no longer holds the weights this run "
                 "started from; put them back, or choose another run directory"
@@ -228,8 +234,7 @@ def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainS
 
 def resume_data(run: Run) -> dict[str, Any]:
     """What a checkpoint keeps beside the state: the data position, and which weights the run started from."""
-    models = {"policy": fingerprint(run.models.policy), "draft": fingerprint(run.models.draft)}
-    return {"prompts": run.prompts.get_state(), "models": models}
+    return {"prompts": run.prompts.get_state(), "starting_weights": run.models.fingerprints}
 
 
 def _engine_shape(cfg: RunConfig, task: Task) -> EngineShape:
