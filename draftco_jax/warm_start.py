@@ -51,9 +51,9 @@ class WarmStart:
     draft_heads: int = 2
     draft_kv_heads: int = 1
     draft_passes: int = 4
-    draft_steps: int = 400
+    draft_steps: int = 1500
     draft_learning_rate: float = 3e-3
-    draft_rollouts: int = 2048
+    draft_rollouts: int = 4096
     batch_rows: int = 64
     seed: int = 0
 
