@@ -1,7 +1,7 @@
 """Plain jit with the batch sharded over devices: the same update and the same tokens as on one device.
 
-No program of the step knows about the devices; XLA partitions it by the sharding of its inputs. That holds because every
-sum over tokens is divided by a global count, and because a request's random numbers depend on its own key only.
+No program of the step knows about the devices; XLA partitions it by the sharding of its inputs. That holds because
+every sum over tokens is divided by a global count, and because a request's random numbers depend on its own key only.
 """
 
 from __future__ import annotations
