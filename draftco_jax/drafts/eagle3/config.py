@@ -49,6 +49,8 @@ class Eagle3Config:
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}; change one of them"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even, rotary pairs need it; use the next even number")
         if self.passes < 1:
             raise ValueError(f"passes={self.passes} must be >= 1; 3 is usual in co-training")
         if not 0.0 < self.pass_decay <= 1.0:

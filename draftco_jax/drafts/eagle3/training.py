@@ -64,7 +64,8 @@ def pass_masks(batch: PackedBatch, passes: int) -> Float32[Array, "n R T"]:
 def denominator(batch: PackedBatch, cfg: Eagle3Config) -> Float32[Array, ""]:
     """sum_k w_k * (number of live labels of pass k): what the loss of these rows is divided by.
 
-    With several shards or micro-batches the caller adds these up and passes the sum to each.
+    With several shards or micro-batches the caller adds these up and passes the sum to each. A label that the draft
+    cannot say counts too: that it cannot is known only once the policy has run.
     """
     counts = jnp.sum(pass_masks(batch, cfg.passes), axis=(1, 2))
     return jnp.sum(counts * jnp.array(pass_weights(cfg), jnp.float32))
@@ -93,6 +94,8 @@ def passes_loss(
         denominator: global sum of `denominator(batch, cfg)`.
         chunk_tokens: tokens whose logits exist at one time.
     """
+    if sampling.greedy:
+        raise ValueError("temperature=0 must be > 0 to train a draft: a one-hot law has no finite log; use 1.0")
     target = jax.lax.stop_gradient(target)
     cfg = draft.cfg
     embeds = [target.embedding[_next_tokens(batch, k + 1)] for k in range(cfg.passes)]

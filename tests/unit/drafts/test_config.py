@@ -43,6 +43,7 @@ def test_a_draft_that_cannot_read_the_policy_is_refused(changes, pattern):
         ({"tap_layers": (-1, 0)}, r"tap_layers=\(-1, 0\)"),
         ({"draft_vocab_size": 33}, "draft_vocab_size=33"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"head_dim": 7}, "head_dim=7"),
         ({"passes": 0}, "passes=0"),
         ({"pass_decay": 0.0}, "pass_decay=0.0"),
     ],

@@ -164,7 +164,10 @@ def test_loss_and_report_equal_the_reference(draft, packed):
 
 
 def test_gradients_equal_finite_differences_of_the_reference(draft, packed):
-    """Along one random direction of every array; central differences in float64 are good to 1e-8."""
+    """Along one random direction of every array; central differences in float64 are good to 1e-8.
+
+    `scale` is the size of such a derivative. float32 leaves 1.5e-6 of it.
+    """
     batch, target, (_, (gradients, _)) = packed
     tensors = {name: np.asarray(t, np.float64) for name, t in to_tensors(draft.params, prefix="").items()}
     documents, rng, step = list(split_documents(batch, target)), np.random.default_rng(4), 1e-5
@@ -177,7 +180,7 @@ def test_gradients_equal_finite_differences_of_the_reference(draft, packed):
         up, down = (reference.loss(documents, TEMPERATURE)[0] for reference in values)
         scale = np.linalg.norm(gradient) * np.linalg.norm(direction) / np.sqrt(gradient.size)
         found = float((gradient.astype(np.float64) * direction).sum())
-        np.testing.assert_allclose(found, (up - down) / (2 * step), rtol=0, atol=2e-6 * max(scale, 1.0), err_msg=name)
+        np.testing.assert_allclose(found, (up - down) / (2 * step), rtol=0, atol=5e-6 * scale, err_msg=name)
         assert scale > 1e-3, f"{name}: the tolerance must be small beside the values"
 
 
@@ -223,6 +226,13 @@ def test_a_batch_without_labels_gives_zero(draft, run, lay_out_target):
     (loss, report), (gradients, _) = run(draft.params, target, batch, denominator(batch, draft.cfg))
     assert loss == 0 and (np.hstack(report) == 0).all()
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_greedy_laws_are_refused(full_draft, lay_out_target):
+    batch, target = lay_out_target("packed")
+    draft, greedy = full_draft.graph.merge(full_draft.params), SamplingConfig(temperature=0.0)
+    with pytest.raises(ValueError, match="temperature=0"):
+        passes_loss(draft, target, batch, sampling=greedy, denominator=jnp.float32(1.0), chunk_tokens=32)
 
 
 # ---- masks ----

@@ -90,7 +90,7 @@ def test_taps_come_in_the_order_asked_for_and_none_has_width_zero(tiny, document
 
 
 def test_bfloat16_weights_give_finite_states_and_float32_logits(tiny, documents):
-    """Whole rows and cached steps; errors of bfloat16 (8 bits) over two layers stay below a tenth of the logits."""
+    """Whole rows and cached steps; 8 bits over two layers leave an error of 2 % of the spread of the logits."""
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
     tokens, positions, segments = (jnp.asarray(a) for a in lay_out(documents, ALONE))
 
@@ -111,7 +111,8 @@ def test_bfloat16_weights_give_finite_states_and_float32_logits(tiny, documents)
     exact = both_ways(tiny.params)[3]
     for found in (logits, stepped):
         assert np.isfinite(found).all()
-        np.testing.assert_allclose(found[real], exact[real], rtol=0, atol=0.1 * float(jnp.std(exact)) * 3)
+        error = np.sqrt(np.mean((found - exact)[real] ** 2))
+        assert error < 0.05 * np.std(exact[real])
 
 
 @pytest.mark.parametrize(
