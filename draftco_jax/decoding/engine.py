@@ -303,9 +303,13 @@ class Engine:
         self.shape = shape
         self.sampling = sampling
         self._plain = jax.jit(partial(generate_plain, (policy_graph, None), shape=shape, sampling=sampling))
-        self._speculative = None if draft_graph is None else jax.jit(
-            partial(generate_speculative, (policy_graph, draft_graph), shape=shape, sampling=sampling),
-            static_argnames=("draft_length",),
+        self._speculative = (
+            None
+            if draft_graph is None
+            else jax.jit(
+                partial(generate_speculative, (policy_graph, draft_graph), shape=shape, sampling=sampling),
+                static_argnames=("draft_length",),
+            )
         )
 
     def generate(
