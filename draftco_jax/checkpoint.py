@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import textwrap
 import zlib
 from collections.abc import Iterator
@@ -65,8 +64,6 @@ class Checkpointer:
         """Write a checkpoint under the state's own step."""
         step, tree = int(state.step), _tree(state, key)
         folder = self._folder / str(step)
-        if folder.is_dir() and step not in self._manager.all_steps():
-            shutil.rmtree(folder)  # one that was cut short would be in the way of the rename
         record = {"data": data, "key_implementation": str(jax.random.key_impl(key)), "arrays": _describe(tree)}
         items = {_STATE: ocp.args.StandardSave(tree), _RECORD: ocp.args.JsonSave(record)}
         saved = self._manager.save(step, args=ocp.args.Composite(**items))

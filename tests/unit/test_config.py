@@ -1,0 +1,143 @@
+"""Checks the rules of a run's config: what is refused, in which words, and what a file, an override and Python give."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from draftco_jax.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    RolloutConfig,
+    RunConfig,
+    SpeedConfig,
+    load_config,
+    resolve_checkpoint,
+)
+from draftco_jax.config_io import from_json, to_json
+from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.environments.arithmetic import ArithmeticConfig
+from draftco_jax.errors import UserError
+from draftco_jax.models.qwen3 import Qwen3Config
+from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.training.objective import GrpoConfig
+from draftco_jax.training.optimizer import OptimizerConfig
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+POLICY = Qwen3Config.tiny(hidden_size=96, intermediate_size=256)
+DRAFT = Eagle3Config.for_target(POLICY)
+
+
+def make(**changes) -> RunConfig:
+    values = {
+        "steps": 3,
+        "task": ArithmeticConfig(digits=2),
+        "policy": POLICY,
+        "policy_checkpoint": None,
+        "rollout": RolloutConfig(prompts_per_step=4, samples_per_prompt=4),
+        "policy_optimizer": OptimizerConfig(learning_rate=1e-3),
+        "draft": DRAFT,
+    }
+    return RunConfig(**(values | changes))
+
+
+ONE_SAMPLE = RolloutConfig(prompts_per_step=4, samples_per_prompt=1)
+GREEDY = RolloutConfig(prompts_per_step=4, samples_per_prompt=4, sampling=SamplingConfig(temperature=0.0))
+REFUSED = [
+    (lambda: make(steps=0), "steps=0 must be >= 1"),
+    (lambda: make(draft_length=0), "draft_length=0 must be >= 1; use speculation=off"),
+    (lambda: make(chunk_tokens=0), "chunk_tokens=0 must be >= 1"),
+    (lambda: make(draft_loss_weight=-0.5), "draft_loss_weight=-0.5 must be >= 0; 0 leaves the draft untrained"),
+    (lambda: make(rollout=ONE_SAMPLE), "samples_per_prompt=1 must be >= 2 with algorithm.std_normalise=True"),
+    (
+        lambda: make(rollout=ONE_SAMPLE, algorithm=GrpoConfig(std_normalise=False, leave_one_out=True)),
+        "algorithm.leave_one_out=True: one sample has neither spread nor others; raise it",
+    ),
+    (lambda: make(rollout=GREEDY), "temperature=0.0 must be > 0 in training"),
+    (lambda: make(draft=None), "draft=None with speculation=cotrained must be a draft config"),
+    (
+        lambda: make(draft=dataclasses.replace(DRAFT, draft_vocab_size=16)),
+        "draft_vocab_size=16 is below vocab_size=32 without a map",
+    ),
+    (lambda: make(draft=dataclasses.replace(DRAFT, hidden_size=64)), "hidden_size=64 must equal the policy's 96"),
+    (lambda: make(draft=dataclasses.replace(DRAFT, tap_layers=(0, 2))), "must be below num_hidden_layers=2"),
+    (
+        lambda: make(draft=dataclasses.replace(DRAFT, max_position_embeddings=100)),
+        "max_position_embeddings=100 must be >= the policy's 512",
+    ),
+    (lambda: RolloutConfig(prompts_per_step=0, samples_per_prompt=4), "prompts_per_step=0 must be >= 1"),
+    (lambda: RolloutConfig(prompts_per_step=4, samples_per_prompt=-1), "samples_per_prompt=-1 must be >= 1"),
+    (
+        lambda: RolloutConfig(prompts_per_step=4, samples_per_prompt=4, max_new_tokens=0),
+        "max_new_tokens=0 must be >= 1; use none",
+    ),
+    (lambda: EvaluationConfig(prompts=0), "prompts=0 must be >= 1"),
+    (lambda: EvaluationConfig(every_steps=-1), "every_steps=-1 must be >= 0"),
+    (lambda: CheckpointConfig(every_steps=-1), "every_steps=-1 must be >= 0"),
+    (lambda: CheckpointConfig(keep=0), "keep=0 must be >= 1"),
+    (lambda: SpeedConfig(repetitions=-1), "repetitions=-1 must be >= 0"),
+    (lambda: SpeedConfig(batches=()), r"batches=\(\) must be batch sizes >= 1"),
+    (lambda: SpeedConfig(draft_lengths=(1, 0)), r"draft_lengths=\(1, 0\) must be lengths >= 1"),
+]
+
+
+@pytest.mark.parametrize(("build", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
+def test_an_impossible_value_is_refused_with_name_value_and_way_out(build, said):
+    with pytest.raises(ValueError, match=said) as refusal:
+        build()
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_is_off_is_not_checked():
+    assert make(speculation="off", draft=None).draft is None
+    one_sample = GrpoConfig(std_normalise=False)
+    assert make(rollout=ONE_SAMPLE, algorithm=one_sample).rollout.samples_per_prompt == 1
+    # The map comes with the checkpoint, which is read when the run is set up.
+    reduced = dataclasses.replace(DRAFT, draft_vocab_size=16)
+    assert make(draft=reduced, draft_checkpoint="somewhere").draft == reduced
+
+
+def test_replacing_a_component_checks_the_whole_again():
+    config = make()
+    assert dataclasses.replace(config, draft=dataclasses.replace(DRAFT, passes=1)).draft.passes == 1
+    with pytest.raises(ValueError, match="hidden_size=128 must equal the policy's 96"):
+        dataclasses.replace(config, draft=Eagle3Config.for_target(Qwen3Config.tiny(hidden_size=128)))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_shipped_config_survives_its_saved_form(path):
+    config = load_config(path)
+    assert from_json(RunConfig, json.loads(json.dumps(to_json(config)))) == config
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_shipped_config_names_models_that_are_there(path):
+    config = load_config(path)
+    for name in (config.policy_checkpoint, config.draft_checkpoint):
+        assert name is None or (resolve_checkpoint(name) / "model.safetensors").is_file()
+
+
+def test_overrides_that_only_make_sense_together_are_taken_together():
+    path = CONFIGS / "grpo_arithmetic2_eagle3_cpu.py"
+    config = load_config(path, ["rollout.samples_per_prompt=1", "algorithm.std_normalise=false"])
+    assert config.rollout.samples_per_prompt == 1
+    with pytest.raises(UserError, match="samples_per_prompt=1 must be >= 2"):
+        load_config(path, ["rollout.samples_per_prompt=1"])
+
+
+def test_an_unknown_setting_names_the_nearest():
+    path = CONFIGS / "grpo_arithmetic2_eagle3_cpu.py"
+    with pytest.raises(UserError, match="policy_optimizer.learning_rat is not a setting; nearest: .*learning_rate"):
+        load_config(path, ["policy_optimizer.learning_rat=1"])
+    with pytest.raises(UserError, match="temperature is not a setting; nearest: rollout.sampling.temperature"):
+        load_config(path, ["temperature=1"])
+
+
+def test_a_checkpoint_name_is_a_folder_or_one_of_those_shipped(tmp_path):
+    assert resolve_checkpoint(str(tmp_path)) == tmp_path
+    assert (resolve_checkpoint("shipped:arithmetic2/policy") / "config.json").is_file()
+    with pytest.raises(UserError, match="shipped:none is not shipped; shipped: .*shipped:arithmetic3/policy"):
+        resolve_checkpoint("shipped:none")
