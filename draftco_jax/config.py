@@ -129,6 +129,8 @@ class RunConfig:
 
 
 def _check_positive(cfg: RunConfig) -> None:
+    if not 0 <= cfg.seed < 2**32:
+        raise ValueError(f"seed={cfg.seed} must be in 0..{2**32 - 1}; choose another number")
     for name in ("steps", "draft_length", "chunk_tokens"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be >= 1; use speculation=off to switch drafting off")
@@ -138,7 +140,7 @@ def _check_positive(cfg: RunConfig) -> None:
 
 def _check_group_size(cfg: RunConfig) -> None:
     algorithm, group = cfg.algorithm, cfg.rollout.samples_per_prompt
-    if group < 2 and (algorithm.std_normalise or algorithm.leave_one_out):
+    if group < 2:
         raise ValueError(
             f"rollout.samples_per_prompt={group} must be >= 2 with algorithm.std_normalise={algorithm.std_normalise}, "
             f"algorithm.leave_one_out={algorithm.leave_one_out}: one sample has neither spread nor others; raise it"
@@ -146,9 +148,11 @@ def _check_group_size(cfg: RunConfig) -> None:
 
 
 def _check_training_law(cfg: RunConfig) -> None:
-    if cfg.rollout.sampling.greedy:
+    sampling = cfg.rollout.sampling
+    if sampling.greedy or sampling.top_k == 1:
         raise ValueError(
-            "rollout.sampling.temperature=0.0 must be > 0 in training: all samples of a group would be equal; use 1.0"
+            f"rollout.sampling.temperature={sampling.temperature} must be > 0 and top_k={sampling.top_k} must not be 1 "
+            "in training: all samples of a group would be equal; use temperature 1.0 and top_k 0"
         )
 
 

@@ -54,13 +54,13 @@ class Evaluator:
 
     def __init__(self, task: Task, prompts: int) -> None:
         self._task = task
-        self._prompts = tuple(task.problem(i) for i in range(prompts))
+        self.prompts = tuple(task.problem(i) for i in range(prompts))
 
     def run(
         self, engine: Engine, policy: Params, draft: Params | None, key: jax.Array, *, draft_length: int
     ) -> Evaluation:
         """One sample per prompt with the engine's sampling."""
-        request = build_request(self._prompts, 1, engine.shape, key)
+        request = build_request(self.prompts, 1, engine.shape, key)
         rollouts = jax.device_get(engine.generate(policy, draft, request, draft_length))
-        rewards = score(self._task, self._prompts, rollouts, self._task.tokenizer, 1)
-        return Evaluation(float(np.mean(rewards == 1.0)), len(self._prompts), speculation_stats(rollouts))
+        rewards = score(self._task, self.prompts, rollouts, self._task.tokenizer, 1)
+        return Evaluation(float(np.mean(rewards == 1.0)), len(self.prompts), speculation_stats(rollouts))

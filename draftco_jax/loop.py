@@ -21,6 +21,7 @@ from draftco_jax.checkpoint import Checkpointer
 from draftco_jax.config import RunConfig
 from draftco_jax.data.packing import pack
 from draftco_jax.decoding.stats import speculation_stats
+from draftco_jax.errors import UserError
 from draftco_jax.evaluation import build_request
 from draftco_jax.losses.advantages import group_relative_advantages, zero_variance_fraction
 from draftco_jax.metrics import MetricsWriter, Progress, read_metrics, read_summary, write_summary
@@ -48,6 +49,8 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
         state = start_or_resume(run, checkpoints, resume)
         first = int(state.step)
         # Step 0 is the evaluation before training; with no finished checkpoint it is measured again.
+        if first > 0:
+            check_metrics(run_dir, first)
         writer = stack.enter_context(MetricsWriter(run_dir, (first or -1) if resume else None))
         progress = stack.enter_context(Progress(cfg.steps, done_steps=first))
         weights = publish(run, state)
@@ -60,6 +63,7 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
             state, weights, batch, report = train_step(run, state, weights, step)
             writer.write(report)
             progress.update(step, report.metrics)
+            check_finite(report)
             if _due(step, cfg.checkpoint.every_steps) or step == cfg.steps:
                 checkpoints.save(state, run.key, resume_data(run))
         if batch is None:  # resumed after the last step: the timed update needs some batch
@@ -69,6 +73,27 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
         write_summary(run_dir, summary | {"wall_seconds": time.perf_counter() - started})
     write_report(run_dir)
     return read_summary(run_dir)
+
+
+def check_metrics(run_dir: Path, first: int) -> None:
+    """A resumed run needs the lines of every step before it, or its summary would start in the middle."""
+    steps = [int(line["step"]) for line in read_metrics(run_dir)]
+    missing = sorted(set(range(first + 1)) - set(steps))
+    if missing:
+        raise UserError(
+            f"run_dir={run_dir}: metrics.jsonl lacks step {missing[0]}, but the checkpoint is of step {first}; "
+            "put the file back, or start over in another run directory"
+        )
+
+
+def check_finite(report: StepReport) -> None:
+    """Stop before a broken policy is saved over a good checkpoint."""
+    norm = report.metrics["policy/gradient_norm"]
+    if not np.isfinite(norm):
+        raise UserError(
+            f"step {report.step}: policy/gradient_norm={norm} must be finite; the run stopped before it saved this "
+            "step: lower policy_optimizer.learning_rate, or resume from the checkpoint before it"
+        )
 
 
 def train_step(
@@ -108,7 +133,7 @@ def score_rollouts(run: Run, prompts: Sequence[Prompt], rollouts: Rollouts, vers
 
 
 def pack_rollouts(run: Run, scored: ScoredRollouts) -> PackedBatch:
-    """Advantages, then training rows, one sequence to a row."""
+    """Advantages, then training rows: as many rows as sequences, so that they always fit."""
     algorithm = run.cfg.algorithm
     advantages = group_relative_advantages(
         jnp.asarray(scored.rewards), std_normalise=algorithm.std_normalise, leave_one_out=algorithm.leave_one_out
@@ -142,8 +167,7 @@ def evaluate(run: Run, weights: Published) -> dict[str, float]:
 
 def _update_inputs(run: Run) -> tuple[Any, Any, Any]:
     """lambda, the reference policy of the penalty, and the draft that is evaluated without being trained."""
-    reference = run.models.policy if run.cfg.algorithm.kl_coefficient > 0 else None
-    return jnp.float32(run.cfg.draft_loss_weight), reference, run.models.draft
+    return jnp.float32(run.cfg.draft_loss_weight), run.reference, run.models.draft
 
 
 def _rollout_metrics(scored: ScoredRollouts, seconds: float) -> dict[str, float]:

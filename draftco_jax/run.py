@@ -75,6 +75,11 @@ class Run:
         return self.cfg.draft_length if self.cfg.speculation != "off" else 0
 
     @property
+    def reference(self) -> Params | None:
+        """The policy that the KL penalty pulls towards; None where there is no penalty."""
+        return self.models.policy if self.cfg.algorithm.kl_coefficient > 0 else None
+
+    @property
     def cotrained(self) -> bool:
         """Whether the update trains the draft."""
         return self.cfg.speculation == "cotrained"
@@ -110,7 +115,11 @@ class Run:
 def check_directory(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
     """Refuse a directory that holds something else; touches nothing."""
     path, wanted = run_dir / CONFIG_FILE, to_json(cfg)
-    if path.is_file():
+    try:
+        held_before = path.is_file()
+    except OSError as error:  # a name that is too long
+        raise UserError(f"run_dir={run_dir} cannot be used ({error.strerror}); choose another directory") from error
+    if held_before:
         try:
             held = json.loads(path.read_text())
         except ValueError as error:  # not JSON, or not text
@@ -179,6 +188,13 @@ def set_up(cfg: RunConfig) -> Run:
             f"policy.vocab_size={cfg.policy.vocab_size} must be >= {task.tokenizer.vocab_size}, the size of the task's "
             "tokenizer; choose a policy made for this task"
         )
+    held_out = build_task(cfg.task, cfg.seed, "held_out")
+    for source, name, count in (
+        (held_out, "evaluation.prompts", cfg.evaluation.prompts),
+        (task, "rollout.prompts_per_step", cfg.rollout.prompts_per_step),
+    ):
+        if source.num_problems is not None and source.num_problems < count:
+            raise UserError(f"{name}={count} must be <= {source.num_problems}, the task's problems; lower it")
     models = load_models(cfg, key)
     publisher = Publisher(models.policy_graph, models.draft_graph)
     graphs = publisher.rollout_graphs(models.policy, models.draft)
@@ -191,6 +207,7 @@ def set_up(cfg: RunConfig) -> Run:
         algorithm=cfg.algorithm,
         sampling=cfg.rollout.sampling,
         chunk_tokens=cfg.chunk_tokens,
+        draft_length=cfg.draft_length,
     )
     optimizers = Optimizers(
         policy=make_optimizer(cfg.policy_optimizer, cfg.steps),
@@ -207,7 +224,7 @@ def set_up(cfg: RunConfig) -> Run:
         spec=spec,
         update=make_update(spec, draft_on, optimizers),
         prompts=PromptBatches(task, cfg.rollout.prompts_per_step, cfg.seed),
-        evaluator=Evaluator(build_task(cfg.task, cfg.seed, "held_out"), cfg.evaluation.prompts),
+        evaluator=Evaluator(held_out, cfg.evaluation.prompts),
     )
 
 

@@ -24,8 +24,11 @@ from draftco_jax.numerics.sampling import draw
 def accepts(
     p_drafted: Float[Array, "*b k"], q_drafted: Float[Array, "*b k"], uniforms: Float[Array, "*b k"]
 ) -> Bool[Array, "*b k"]:
-    """u < p/q, written u q < p so that nothing is divided; u in [0, 1), q > 0 for any token that was drawn from q."""
-    return uniforms * q_drafted < p_drafted
+    """u < p/q, written u q < p so that nothing is divided; u in [0, 1).
+
+    q > 0 for any token that was drawn from q. A draft whose law is broken (NaN) has none such and is refused.
+    """
+    return (q_drafted > 0) & (uniforms * q_drafted < p_drafted)
 
 
 def residual(p: Float[Array, "*b V"], q: Float[Array, "*b V"]) -> Float[Array, "*b V"]:

@@ -138,12 +138,18 @@ def _finished_steps(path: Path) -> list[dict[str, float]]:
     steps: list[dict[str, float]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            steps.append(_from_json(json.loads(line)))
+            steps.append(_step_line(json.loads(line)))
         except ValueError as error:  # not JSON, or cut inside a character
             if number == len(lines):
                 break
             raise UserError(f"{path}:{number}: not a JSON object ({error}); repair or remove that line") from error
     return steps
+
+
+def _step_line(line: Any) -> dict[str, float]:
+    if not isinstance(line, dict) or "step" not in line:
+        raise ValueError("a line must be an object with a step")
+    return _from_json(cast(dict[str, Any], line))
 
 
 def _to_json(value: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,16 +46,25 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit together."""
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}; change one of them"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even, rotary pairs need it; use the next even number")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= 1; set it to the model's size")
+        check_sizes(self, ("vocab_size", "num_hidden_layers", "max_position_embeddings"))
+
+
+def check_sizes(cfg: Any, names: tuple[str, ...]) -> None:
+    """Refuse sizes below 1, heads that do not share evenly, and constants no norm or rotation can use."""
+    attention = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    for name in ("hidden_size", "intermediate_size", *attention, *names):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be >= 1; set it to the model's size")
+    if cfg.num_attention_heads % cfg.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads={cfg.num_attention_heads} must be a multiple of "
+            f"num_key_value_heads={cfg.num_key_value_heads}; change one of them"
+        )
+    if cfg.head_dim % 2:
+        raise ValueError(f"head_dim={cfg.head_dim} must be even, rotary pairs need it; use the next even number")
+    for name in ("rms_norm_eps", "rope_theta"):
+        if not getattr(cfg, name) > 0:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be > 0; 1e-6 and 1e6 are usual")
 
 
 class Attention(nnx.Module):

@@ -16,6 +16,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 PROPOSE, ACCEPT, COMMIT = 0, 1, 2
 _STREAMS = 3
 
+MIN_TEMPERATURE = 1e-4
+"""Below it logits / temperature leave the range in which float32 tells neighbours apart."""
+
 _PRODUCT_PREFIX_SUM_UP_TO = 256
 
 
@@ -32,8 +35,11 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that name no law."""
-        if not (0.0 <= self.temperature < float("inf")):
-            raise ValueError(f"temperature={self.temperature} must be finite and >= 0; use 0 for greedy decoding")
+        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature <= 1 / MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature} must be 0 (greedy) or in {MIN_TEMPERATURE}..{1 / MIN_TEMPERATURE:g}; "
+                "use 0 for greedy decoding"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be >= 0; use 0 to keep all tokens")
         if not (0.0 < self.top_p <= 1.0):

@@ -53,8 +53,9 @@ def accepted_length(run: RunData) -> Drawn | LeftOut:
     legend_below(figure, [axes])
     caption = (
         "Sampled: committed tokens / verify rounds, pooled over all requests of a step, bonus and residual tokens "
-        "included. τ_prob = 1 + Σ_k Π_{j≤k} (1 − TV_j): the length to expect from the distance (total variation) "
-        "between the draft's and the policy's laws, on the trained tokens."
+        "included. τ_prob = 1 + Σ_k Π_{j≤k} (1 − TV_j) over the trained passes up to K, TV_j the total variation "
+        "between the draft's and the policy's laws at each trained token. It has no sampling noise, and differs from "
+        "the sampled length because rounds do not begin at every token."
     )
     return Drawn(figure, caption)
 

@@ -54,6 +54,10 @@ def score(
     ends = np.asarray(rollouts.lengths) - finished
     rewards = np.zeros(tokens.shape[0], np.float32)
     for b in range(tokens.shape[0]):
-        text = tokenizer.decode(tokens[b, starts[b] : ends[b]].tolist(), skip_special=False)
+        response = tokens[b, starts[b] : ends[b]]
+        # A policy's vocabulary is often padded past the tokenizer's: an id without a text answers nothing.
+        if response.size and response.max() >= tokenizer.vocab_size:
+            continue
+        text = tokenizer.decode(response.tolist(), skip_special=False)
         rewards[b] = task.reward(prompts[b // samples_per_prompt], text, bool(finished[b]))
     return rewards.reshape(len(prompts), samples_per_prompt)

@@ -58,6 +58,8 @@ class ObjectiveSpec:
     algorithm: GrpoConfig
     sampling: SamplingConfig
     chunk_tokens: int
+    draft_length: int
+    """k of the rollouts."""
 
 
 class Counts(NamedTuple):
@@ -107,6 +109,7 @@ def objective(
             sampling=spec.sampling,
             denominator=counts.draft_labels,
             chunk_tokens=spec.chunk_tokens,
+            draft_length=spec.draft_length,
         )
 
     if "draft" in params:

@@ -18,7 +18,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "cosine"] = "constant"
     """Shape after the warm-up; cosine ends at a tenth of learning_rate."""
     warmup_steps: int = 0
-    """Optimizer steps of linear warm-up from 0."""
+    """Updates of linear warm-up."""
     beta1: float = 0.9
     beta2: float = 0.98
     epsilon: float = 1e-8
@@ -30,6 +30,13 @@ class OptimizerConfig:
         """Refuse values no run can use."""
         if self.learning_rate < 0:
             raise ValueError(f"learning_rate={self.learning_rate} must be >= 0; 0 freezes the group")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1); 0.9 and 0.98 are usual")
+        if self.epsilon <= 0.0 or self.weight_decay < 0.0:
+            raise ValueError(
+                f"epsilon={self.epsilon} must be > 0 and weight_decay={self.weight_decay} >= 0; use 1e-8 and 0"
+            )
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be >= 0; 0 starts at full learning rate")
         if self.clip_norm <= 0:
@@ -37,15 +44,20 @@ class OptimizerConfig:
 
 
 def learning_rate_schedule(cfg: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Learning rate by optimizer step."""
+    """Learning rate by the number of updates already made.
+
+    The first of n warm-up updates uses 1/n of the rate, the n-th all of it: none is spent on a rate of 0.
+    """
     if cfg.schedule == "cosine":
         decay = max(total_steps, cfg.warmup_steps + 1)
         start = 0.0 if cfg.warmup_steps else cfg.learning_rate
-        return optax.warmup_cosine_decay_schedule(
+        schedule = optax.warmup_cosine_decay_schedule(
             start, cfg.learning_rate, cfg.warmup_steps, decay, 0.1 * cfg.learning_rate
         )
+        return (lambda count: schedule(count + 1)) if cfg.warmup_steps else schedule
     if cfg.warmup_steps:
-        return optax.warmup_constant_schedule(0.0, cfg.learning_rate, cfg.warmup_steps)
+        schedule = optax.warmup_constant_schedule(0.0, cfg.learning_rate, cfg.warmup_steps)
+        return lambda count: schedule(count + 1)
     return optax.constant_schedule(cfg.learning_rate)
 
 

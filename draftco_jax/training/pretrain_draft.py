@@ -58,6 +58,7 @@ def pretrain_draft(
             sampling=sampling,
             denominator=eagle3_training.denominator(batch, draft_cfg),
             chunk_tokens=chunk_tokens,
+            draft_length=draft_cfg.passes,
         )
 
     # The policy is an argument: closed over, its weights would be constants of the program.

@@ -116,9 +116,10 @@ def test_the_summary_of_a_draft_is_consistent(finished):
     assert summary["draft_length"] == 2 and summary["draft_parameters"] < summary["policy_parameters"]
     table = summary["speed"]["table"]
     assert [(row["batch"], row["draft_length"]) for row in table] == [(1, 0), (1, 1)]
-    assert summary["tokens_per_second_plain"] == table[0]["tokens_per_second"] > 0
-    assert summary["tokens_per_second_speculative"] == table[1]["tokens_per_second"] > 0
-    assert math.isclose(summary["rollout_speedup"], table[1]["tokens_per_second"] / table[0]["tokens_per_second"])
+    # One repetition, so that the median of the ratios is the ratio of the medians.
+    plain, speculative = summary["tokens_per_second_plain"], summary["tokens_per_second_speculative"]
+    assert plain > 0 and math.isclose(summary["rollout_speedup"], speculative / plain)
+    assert summary["rollout_speedup_draft_length"] == 1
     assert summary["end_to_end_speedup"] > 0 and summary["draft_update_overhead"] > -1
     assert "Batch 1" in summary["speed"]["limits"]
 

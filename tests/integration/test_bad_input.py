@@ -41,7 +41,7 @@ BAD_SETTINGS = [
         "must be <= policy.max_position_embeddings=512",
         "lower max_new_tokens",
     ),
-    (["rollout.sampling.temperature=0"], "temperature=0.0 must be > 0 in training", "use 1.0"),
+    (["rollout.sampling.temperature=0"], "temperature=0.0 must be > 0", "in training", "; use "),
     (["draft.hidden_size=64"], "hidden_size=64 must equal the policy's 96", "use Eagle3Config.for_target"),
     (["speculation=sometimes"], "speculation=sometimes must be one of off, frozen, cotrained"),
     (

@@ -75,6 +75,7 @@ def test_joint_update_on_four_devices_equals_one(models):
         algorithm=GrpoConfig(kl_coefficient=0.1),
         sampling=SAMPLING,
         chunk_tokens=4096,
+        draft_length=4,
     )
     # Plain gradient descent: the parameters after a step are the gradients, without Adam's division by their size.
     optimizers = Optimizers(optax.sgd(1.0), optax.sgd(1.0))

@@ -56,7 +56,12 @@ REFUSED = [
         lambda: make(rollout=ONE_SAMPLE, algorithm=GrpoConfig(std_normalise=False, leave_one_out=True)),
         "algorithm.leave_one_out=True: one sample has neither spread nor others; raise it",
     ),
-    (lambda: make(rollout=GREEDY), "temperature=0.0 must be > 0 in training"),
+    (lambda: make(rollout=GREEDY), "temperature=0.0 must be > 0 and top_k=0 must not be 1 in training"),
+    (lambda: make(rollout=ONE_SAMPLE, algorithm=GrpoConfig(std_normalise=False)), "samples_per_prompt=1 must be >= 2"),
+    (lambda: make(seed=2**64), "seed=18446744073709551616 must be in"),
+    (lambda: SamplingConfig(temperature=1e-40), "temperature=1e-40 must be 0"),
+    (lambda: dataclasses.replace(DRAFT, num_key_value_heads=0), "num_key_value_heads=0 must be >= 1"),
+    (lambda: Qwen3Config.tiny(hidden_size=0), "hidden_size=0 must be >= 1"),
     (lambda: make(draft=None), "draft=None with speculation=cotrained must be a draft config"),
     (
         lambda: make(draft=dataclasses.replace(DRAFT, draft_vocab_size=16)),
@@ -93,8 +98,6 @@ def test_an_impossible_value_is_refused_with_name_value_and_way_out(build, said)
 
 def test_what_is_off_is_not_checked():
     assert make(speculation="off", draft=None).draft is None
-    one_sample = GrpoConfig(std_normalise=False)
-    assert make(rollout=ONE_SAMPLE, algorithm=one_sample).rollout.samples_per_prompt == 1
     # The map comes with the checkpoint, which is read when the run is set up.
     reduced = dataclasses.replace(DRAFT, draft_vocab_size=16)
     assert make(draft=reduced, draft_checkpoint="somewhere").draft == reduced
@@ -122,10 +125,10 @@ def test_a_shipped_config_names_models_that_are_there(path):
 
 def test_overrides_that_only_make_sense_together_are_taken_together():
     path = CONFIGS / "grpo_arithmetic2_eagle3_cpu.py"
-    config = load_config(path, ["rollout.samples_per_prompt=1", "algorithm.std_normalise=false"])
-    assert config.rollout.samples_per_prompt == 1
-    with pytest.raises(UserError, match="samples_per_prompt=1 must be >= 2"):
-        load_config(path, ["rollout.samples_per_prompt=1"])
+    config = load_config(path, ["policy.hidden_size=128", "draft.hidden_size=128"])
+    assert config.policy.hidden_size == 128
+    with pytest.raises(UserError, match="hidden_size=96 must equal the policy's 128"):
+        load_config(path, ["policy.hidden_size=128"])
 
 
 def test_an_unknown_setting_names_the_nearest():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from draftco_jax.models.transformer import DecoderConfig
+from draftco_jax.models.transformer import DecoderConfig, check_sizes
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -44,13 +44,7 @@ class Eagle3Config:
                 f"draft_vocab_size={self.draft_vocab_size} must be in 1..vocab_size={self.vocab_size}; "
                 "set it to vocab_size for a full draft vocabulary"
             )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}; change one of them"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even, rotary pairs need it; use the next even number")
+        check_sizes(self, ("max_position_embeddings",))
         if self.passes < 1:
             raise ValueError(f"passes={self.passes} must be >= 1; 3 is usual in co-training")
         if not 0.0 < self.pass_decay <= 1.0:

@@ -79,6 +79,7 @@ def passes_loss(
     sampling: SamplingConfig,
     denominator: Array,
     chunk_tokens: int,
+    draft_length: int,
 ) -> tuple[Float32[Array, ""], DraftReport]:
     """Soft cross-entropy over all passes, and what each pass would have been accepted with.
 
@@ -93,6 +94,7 @@ def passes_loss(
         sampling: temperature and filters of the rollouts. The loss uses the temperature, acceptance the filters too.
         denominator: global sum of `denominator(batch, cfg)`.
         chunk_tokens: tokens whose logits exist at one time.
+        draft_length: k of the rollouts; tau_prob counts no pass beyond it.
     """
     if sampling.greedy:
         raise ValueError("temperature=0 must be > 0 to train a draft: a one-hot law has no finite log; use 1.0")
@@ -113,7 +115,7 @@ def passes_loss(
     losses = jnp.stack([t.cross_entropy for t, _ in rows])
     accepted = jax.lax.stop_gradient(jnp.stack([t.acceptance for t, _ in rows]))
     loss = pass_weighted_mean(losses, jnp.stack([m for _, m in rows]), pass_weights(cfg), denominator)
-    return loss, _report(losses, accepted, masks)
+    return loss, _report(losses, accepted, masks, draft_length)
 
 
 def _next_tokens(batch: PackedBatch, steps: int) -> Int[Array, "R T"]:
@@ -145,12 +147,12 @@ def _token_terms(
 
 
 def _report(
-    losses: Float[Array, "n R T"], acceptances: Float[Array, "n R T"], masks: Float[Array, "n R T"]
+    losses: Float[Array, "n R T"], acceptances: Float[Array, "n R T"], masks: Float[Array, "n R T"], draft_length: int
 ) -> DraftReport:
     """Means of each pass over its live labels, labels outside the draft vocabulary counted (they can be rejected)."""
     counts = jnp.sum(masks, axis=(1, 2))
     mean = jax.vmap(lambda v, m, c: masked_mean(v, m, count=c))
-    total, anchors = expected_accepted_length(acceptances, masks)
+    total, anchors = expected_accepted_length(acceptances[:draft_length], masks[:draft_length])
     return jax.lax.stop_gradient(
         DraftReport(mean(losses, masks, counts), mean(acceptances, masks, counts), total / jnp.maximum(anchors, 1.0))
     )

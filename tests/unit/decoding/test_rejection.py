@@ -283,3 +283,11 @@ def test_float32_uniforms_leave_the_law_within_their_resolution(kind):
     final = final_laws(np.float64([[p, p]]), np.float64([[q]]))[0, 0]
     emitted = q * accept + np.sum(q * (1 - accept)) * final
     assert np.abs(emitted - p).max() < 3 * 2**-23
+
+
+def test_a_draft_whose_law_is_broken_is_never_accepted():
+    # The token of a law of NaNs over a reduced vocabulary is id 0, where q is 0: it was drawn from nothing.
+    p = jnp.asarray([[[0.1, 0.2, 0.3, 0.4]] * 2])
+    q = jnp.asarray([[[0.0, np.nan, np.nan, np.nan]]])
+    accepted, _ = verify(p, q, jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1)), jnp.full((1, 2), 0.5))
+    assert accepted[0] == 0

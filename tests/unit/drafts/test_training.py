@@ -138,6 +138,7 @@ def run(draft):
             sampling=SamplingConfig(temperature=TEMPERATURE),
             denominator=denominator,
             chunk_tokens=32,
+            draft_length=9,
         )
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -232,7 +233,9 @@ def test_greedy_laws_are_refused(full_draft, lay_out_target):
     batch, target = lay_out_target("packed")
     draft, greedy = full_draft.graph.merge(full_draft.params), SamplingConfig(temperature=0.0)
     with pytest.raises(ValueError, match="temperature=0"):
-        passes_loss(draft, target, batch, sampling=greedy, denominator=jnp.float32(1.0), chunk_tokens=32)
+        passes_loss(
+            draft, target, batch, sampling=greedy, denominator=jnp.float32(1.0), chunk_tokens=32, draft_length=9
+        )
 
 
 # ---- masks ----
@@ -318,6 +321,7 @@ def exact():
             sampling=SamplingConfig(),
             denominator=denominator(batch, cfg),
             chunk_tokens=64,
+            draft_length=9,
         )
 
     return kept, run
@@ -365,6 +369,7 @@ def test_bug_cases_b17_and_b18_no_residual_holds_a_vocabulary_of_every_token(mak
                 sampling=SamplingConfig(),
                 denominator=target.head[0, 0],
                 chunk_tokens=16,
+                draft_length=9,
             )[0]
             return jax.vjp(loss, params)[1]
 

@@ -114,3 +114,9 @@ def test_rollouts_of_other_prompts_are_refused():
     rollouts = _rollouts([[1], [1]], [True, True], 0, PROMPT.token_ids)
     with pytest.raises(UserError, match="rollouts=2 must be prompts x samples_per_prompt = 1 x 3"):
         score(TASK, (PROMPT,), rollouts, TOKENIZER, 3)
+
+
+def test_an_id_past_the_tokenizer_scores_nothing_and_stops_nobody():
+    # A policy's vocabulary may be padded past the tokenizer's; other rows are scored as ever.
+    rollouts = _rollouts([[*_ids(">93"), 39, *_ids("2"), 1], [*_ids(">932"), 1]], [True, True], 0, PROMPT.token_ids)
+    np.testing.assert_array_equal(score(TASK, (PROMPT,), rollouts, TOKENIZER, 2), [[0, 1]])

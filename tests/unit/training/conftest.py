@@ -68,6 +68,7 @@ def setup() -> Setup:
         algorithm=GrpoConfig(),
         sampling=SamplingConfig(temperature=0.9),
         chunk_tokens=32,
+        draft_length=4,
     )
     optimizers = Optimizers(
         policy=make_optimizer(OptimizerConfig(learning_rate=POLICY_RATE), STEPS),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.losses.draft import expected_accepted_length
 from draftco_jax.losses.policy import kl_k3
 from draftco_jax.models.functional import abstract_params, graph_of
 from draftco_jax.training.objective import Counts, GrpoConfig, global_counts, objective
@@ -177,3 +178,10 @@ def test_bug_cases_b17_and_b18_no_residual_holds_a_vocabulary_of_every_token(set
 
     sizes = [leaf.size for leaf in jax.tree.leaves(jax.eval_shape(saved, params, batch))]
     assert 0 < max(sizes) < rows * tokens * vocab / 3
+
+
+def test_tau_prob_counts_no_pass_beyond_the_drafted_length():
+    acceptances, masks = jnp.full((3, 1, 2), 0.5), jnp.ones((3, 1, 2))
+    for draft_length, expected in ((1, 1.5), (2, 1.75), (3, 1.875), (9, 1.875)):
+        total, anchors = expected_accepted_length(acceptances[:draft_length], masks[:draft_length])
+        assert float(total / anchors) == expected

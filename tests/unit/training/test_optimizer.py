@@ -19,9 +19,9 @@ def rates(total, steps, **changes):
 
 def test_schedules():
     np.testing.assert_allclose(rates(10, [0, 5, 99]), [1, 1, 1])
-    np.testing.assert_allclose(rates(10, [0, 1, 2, 9], warmup_steps=2), [0, 0.5, 1, 1])
+    np.testing.assert_allclose(rates(10, [0, 1, 2, 9], warmup_steps=2), [0.5, 1, 1, 1])
     np.testing.assert_allclose(rates(10, [0, 5, 10, 20], schedule="cosine"), [1, 0.55, 0.1, 0.1], rtol=1e-6)
-    np.testing.assert_allclose(rates(12, [0, 1, 2, 7, 12], schedule="cosine", warmup_steps=2), [0, 0.5, 1, 0.55, 0.1])
+    np.testing.assert_allclose(rates(12, [0, 1, 6, 11], schedule="cosine", warmup_steps=2), [0.5, 1, 0.55, 0.1])
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,14 @@ def test_the_clip_is_over_the_whole_group():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"learning_rate": -1.0}, {"warmup_steps": -1}, {"clip_norm": 0.0}]
+    "changes", [
+        {"learning_rate": -1.0},
+        {"warmup_steps": -1},
+        {"clip_norm": 0.0},
+        {"beta1": 1.5},
+        {"beta2": 1.0},
+        {"epsilon": -1.0},
+    ],
 )  # fmt: skip
 def test_values_no_run_can_use_are_refused(changes):
     name, value = next(iter(changes.items()))

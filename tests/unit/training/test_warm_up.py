@@ -93,6 +93,7 @@ def test_pretraining_raises_acceptance_and_bug_case_b16_its_loss_is_that_of_the_
         algorithm=GrpoConfig(),
         sampling=SamplingConfig(),
         chunk_tokens=32,
+        draft_length=4,
     )
     counts = global_counts(demonstrations, cfg)
     joint = jax.jit(lambda p: objective(p, demonstrations, counts, jnp.float32(1.0), None, None, spec)[1])
