@@ -2,7 +2,7 @@
 
     draftco train --config configs/grpo_arithmetic2_eagle3_cpu.py --run-dir runs/demo-fast
 
-The shipped 0.22M policy starts at a pass rate of about 0.55 (greedy 1.0) and ends above 0.75.
+The shipped 0.22M policy starts at a pass rate of about 0.7 (greedy 1.0) and ends above 0.9.
 """
 
 from draftco_jax.config import RolloutConfig, RunConfig, SpeedConfig
@@ -16,7 +16,7 @@ POLICY = Qwen3Config.tiny(hidden_size=96, intermediate_size=256)
 
 def get_config() -> RunConfig:
     return RunConfig(
-        steps=40,
+        steps=32,
         task=ArithmeticConfig(digits=2),
         policy=POLICY,
         policy_checkpoint="shipped:arithmetic2/policy",
@@ -29,5 +29,5 @@ def get_config() -> RunConfig:
         draft_checkpoint="shipped:arithmetic2/draft",
         draft_length=4,
         draft_optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=10, clip_norm=0.5),
-        speed=SpeedConfig(batches=(1,), draft_lengths=(1, 2, 3, 4)),
+        speed=SpeedConfig(batches=(1,), draft_lengths=(1, 4)),
     )

@@ -29,5 +29,5 @@ def get_config() -> RunConfig:
         draft_checkpoint="shipped:arithmetic3/draft",
         draft_length=4,
         draft_optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=10, clip_norm=0.5),
-        speed=SpeedConfig(batches=(1,), draft_lengths=(1, 2, 3, 4)),
+        speed=SpeedConfig(batches=(1,), draft_lengths=(1, 3, 4, 5)),
     )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from draftco_jax.decoding.engine import Request
 from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.evaluation import build_request
 from draftco_jax.profiling import compare, median_ratio, summarise
@@ -20,32 +21,38 @@ from draftco_jax.weight_sync import Published
 PLAIN = 0
 """Drafted length of plain decoding."""
 
+CALLS_PER_TURN = 8
+"""A generate call of a small policy takes about 2 ms. Timed one by one, in turn with other programs, each call would
+begin with cold caches, which no rollout of many prompts does."""
+
 
 def rollout_speed(
     run: Run, weights: Published, batch: int, lengths: Sequence[int], *, first_turn: int = 0
 ) -> list[dict[str, Any]]:
     """Speed of plain decoding and of each drafted length at one batch size, taken in turn; one row each.
 
-    A timed call is a whole generate call, prefill included. Every turn has other held-out prompts and other keys, the
-    same for all lengths; `first_turn` chooses where in their sequence to begin. `speedup` is the median over turns of
-    (tokens per second) / (tokens per second of plain decoding in the same turn).
+    A turn is CALLS_PER_TURN whole generate calls, prefill included, one after another. Every call has other held-out
+    prompts and other keys, the same for all lengths; `first_turn` chooses where in their sequence to begin. `speedup`
+    is the median over turns of (tokens per second) / (tokens per second of plain decoding in the same turn).
     """
     lengths, repetitions = (PLAIN, *lengths), run.cfg.speed.repetitions
-    requests = [_turn_request(run, batch, first_turn + turn) for turn in range(repetitions + 1)]
-    results: dict[int, list[Rollouts]] = {length: [] for length in lengths}
+    turns = [_turn_requests(run, batch, first_turn + turn) for turn in range(repetitions + 1)]
+    results: dict[int, list[list[Rollouts]]] = {length: [] for length in lengths}
 
-    def call(length: int) -> Callable[[], Rollouts]:
-        def generate() -> Rollouts:
-            rollouts = run.engine.generate(weights.policy, weights.draft, requests[len(results[length])], length)
-            results[length].append(rollouts)
-            return rollouts
+    def call(length: int) -> Callable[[], list[Rollouts]]:
+        def turn() -> list[Rollouts]:
+            requests = turns[len(results[length])]
+            results[length].append(
+                [run.engine.generate(weights.policy, weights.draft, request, length) for request in requests]
+            )
+            return results[length][-1]
 
-        return generate
+        return turn
 
     seconds = compare({str(length): call(length) for length in lengths}, repetitions)
-    timed = {length: jax.device_get(results[length][1:]) for length in lengths}  # the first call compiled
+    timed = {length: jax.device_get(results[length][1:]) for length in lengths}  # the first turn compiled
     rates = {
-        length: [_new_tokens(r) / s for r, s in zip(timed[length], seconds[str(length)], strict=True)]
+        length: [_new_tokens(turn) / s for turn, s in zip(timed[length], seconds[str(length)], strict=True)]
         for length in lengths
     }
     return [
@@ -55,17 +62,20 @@ def rollout_speed(
     ]
 
 
-def _turn_request(run: Run, batch: int, turn: int) -> Any:
-    prompts = run.evaluator.prompts
-    chosen = tuple(prompts[(turn * batch + i) % len(prompts)] for i in range(batch))
-    return build_request(chosen, 1, run.engine.shape, jax.random.fold_in(run.speed_key, turn))
+def _turn_requests(run: Run, batch: int, turn: int) -> list[Request]:
+    prompts, requests = run.evaluator.prompts, []
+    for number in range(turn * CALLS_PER_TURN, (turn + 1) * CALLS_PER_TURN):
+        chosen = tuple(prompts[(number * batch + i) % len(prompts)] for i in range(batch))
+        requests.append(build_request(chosen, 1, run.engine.shape, jax.random.fold_in(run.speed_key, number)))
+    return requests
 
 
-def _row(length: int, timed: Sequence[Rollouts], rates: list[float], seconds: list[float]) -> dict[str, Any]:
+def _row(length: int, timed: Sequence[Sequence[Rollouts]], rates: list[float], seconds: list[float]) -> dict[str, Any]:
     """Milliseconds are those of a whole call over its rounds (tokens, in plain decoding) of the longest request."""
-    stats = [speculation_stats(r) for r in timed]
+    calls = [rollouts for turn in timed for rollouts in turn]
+    stats = [speculation_stats(r) for r in calls]
     rounds = sum(s.rounds for s in stats)
-    steps = [int(np.max(r.rounds if length else r.lengths - r.prompt_lengths)) for r in timed]
+    steps = [int(np.max(r.rounds if length else r.lengths - r.prompt_lengths)) for r in calls]
     timing = summarise(rates)
     return {
         "tokens_per_second": timing.median,
@@ -77,8 +87,8 @@ def _row(length: int, timed: Sequence[Rollouts], rates: list[float], seconds: li
     }
 
 
-def _new_tokens(rollouts: Rollouts) -> float:
-    return float(np.sum(rollouts.lengths - rollouts.prompt_lengths))
+def _new_tokens(turn: Sequence[Rollouts]) -> float:
+    return float(sum(np.sum(rollouts.lengths - rollouts.prompt_lengths) for rollouts in turn))
 
 
 def step_speed(run: Run, state: TrainState, weights: Published, batch: PackedBatch) -> dict[str, float]:
