@@ -13,6 +13,7 @@ import numpy as np
 
 from draftco_jax.models.functional import Params
 from draftco_jax.models.transformer import count_parameters
+from draftco_jax.round_profile import profile_round
 from draftco_jax.run import Run
 from draftco_jax.speed import PLAIN, rollout_speed, step_speed
 from draftco_jax.training.update import TrainState
@@ -93,6 +94,7 @@ def _speed(run: Run, state: TrainState, weights: Published, batch: PackedBatch) 
     chosen = max(candidates, key=lambda row: row["speedup"])["draft_length"]
     plain, best = rollout_speed(run, weights, size, (chosen,), first_turn=speed.repetitions + 1)
     steps = step_speed(run, state, weights, batch)
+    parts = profile_round(run, weights, size, chosen)
     return {
         "tokens_per_second_plain": plain["tokens_per_second"],
         "tokens_per_second_speculative": best["tokens_per_second"],
@@ -100,22 +102,33 @@ def _speed(run: Run, state: TrainState, weights: Published, batch: PackedBatch) 
         "rollout_speedup_draft_length": chosen,
         "end_to_end_speedup": steps["end_to_end_speedup"],
         "draft_update_overhead": steps.get("draft_update_overhead"),
-        "speed": {"table": table, "steps": steps, "limits": _limits(plain, best, steps, run)},
+        "speed": {
+            "table": table,
+            "steps": steps,
+            "round_parts_milliseconds": parts,
+            "limits": _limits(plain, best, steps, parts, run),
+        },
     }
 
 
-def _limits(plain: Mapping[str, Any], best: Mapping[str, Any], steps: Mapping[str, float], run: Run) -> str:
+def _limits(
+    plain: Mapping[str, Any], best: Mapping[str, Any], steps: Mapping[str, float], parts: Mapping[str, float], run: Run
+) -> str:
     """What the measured numbers say about the limit, in words; each figure is one of the tables'."""
     rows = run.cfg.rollout.prompts_per_step * run.cfg.rollout.samples_per_prompt
     if not best["accepted_length"]:
         return "No request had a verify round: every response ended at its first token, so there was nothing to draft."
     cost = best["round_milliseconds"] / plain["round_milliseconds"]
+    drafted = best["draft_length"]
     return (
         f"Batch {plain['batch']}, prefill included: plain decoding takes {plain['round_milliseconds']:.3f} ms per "
-        f"token; with {best['draft_length']} drafted tokens a verify round takes {best['round_milliseconds']:.3f} ms, "
-        f"as long as {cost:.2f} plain tokens, and commits {best['accepted_length']:.2f}. Training batch of {rows} "
-        f"sequences: rollouts run at {steps['training_batch_rollout_speedup']:.2f}x of plain with {run.draft_length} "
-        "drafted tokens. Speculation trades arithmetic for passes over the weights; it gains where a pass over the "
-        "weights costs more than the arithmetic of a few tokens, that is with larger policies at small batch, and "
-        "loses where a few tokens cost a few times one."
+        f"token; with {drafted} drafted tokens a verify round takes {best['round_milliseconds']:.3f} ms, as long as "
+        f"{cost:.2f} plain tokens, and commits {best['accepted_length']:.2f}. Its parts, each timed alone: policy over "
+        f"{drafted + 1} tokens {parts['policy_block']:.3f} ms (over one token {parts['policy_1_token']:.3f}), drawing "
+        f"the drafts {parts['draft_chain']:.3f}, draft over the verified tokens {parts['draft_block']:.3f}; the rest "
+        f"is rejection, bookkeeping, prefill and dispatch. Training batch of {rows} sequences: rollouts run at "
+        f"{steps['training_batch_rollout_speedup']:.2f}x of plain with {run.draft_length} drafted tokens. Speculation "
+        "trades arithmetic for passes over the weights; it gains where a pass over the weights costs more than the "
+        "arithmetic of a few tokens, that is with larger policies at small batch, and loses where a few tokens cost a "
+        "few times one."
     )

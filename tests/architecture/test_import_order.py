@@ -16,7 +16,7 @@ ORDER = (
     ("rollout", "training", "planner"),
     ("weight_sync", "checkpoint", "metrics", "profiling", "report", "evaluation", "doctor"),
     ("config",),
-    ("run", "speed", "summary"),
+    ("run", "round_profile", "speed", "summary"),
     ("loop", "warm_start"),
     ("cli",),
 )
