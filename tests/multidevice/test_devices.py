@@ -1,4 +1,4 @@
-"""Checks that this session really has the devices the other tests here count on."""
+"""Checks that this process really has the devices the other tests here count on."""
 
 from __future__ import annotations
 
