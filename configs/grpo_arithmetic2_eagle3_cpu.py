@@ -2,7 +2,7 @@
 
     draftco train --config configs/grpo_arithmetic2_eagle3_cpu.py --run-dir runs/demo-fast
 
-The shipped 0.22M policy starts at a pass rate of about 0.7 (greedy 1.0) and ends above 0.9.
+The shipped 0.22M policy starts at a pass rate of about 0.7 (greedy 1.0) and ends near 0.9.
 """
 
 from draftco_jax.config import RolloutConfig, RunConfig, SpeedConfig
