@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -88,6 +89,7 @@ class Checkpointer:
         _check_arrays(step, record["arrays"], _describe(wanted))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
         tree = self._restore_item(step, _STATE, ocp.args.StandardRestore(abstract))
+        tree = jax.tree.map(_placed_like, tree, wanted)
         restored_key = jax.random.wrap_key_data(tree["key"], impl=implementation)
         return Restored(TrainState(**tree["train"]), restored_key, record["data"])
 
@@ -137,6 +139,11 @@ def fingerprint(tree: Any) -> int:
     for leaf in jax.tree.leaves(tree):
         number = zlib.crc32(np.ascontiguousarray(leaf).data, number)
     return number
+
+
+def _placed_like(restored: jax.Array, like: jax.Array) -> jax.Array:
+    """Free of its device again if `like` is: jit compiles another program for arrays that are bound to theirs."""
+    return restored if like.committed else jnp.asarray(np.asarray(restored))
 
 
 def _tree(state: TrainState, key: jax.Array) -> dict[str, Any]:

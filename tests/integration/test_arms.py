@@ -15,6 +15,7 @@ from draftco_jax.config_io import to_json
 from draftco_jax.drafts.eagle3.checkpoint import load_draft
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.metrics import read_metrics, read_summary
+from draftco_jax.summary import _largest
 from draftco_jax.types import PolicyVersion
 from draftco_jax.weight_sync import Publisher
 
@@ -122,6 +123,11 @@ def test_the_summary_of_a_draft_is_consistent(finished):
     assert summary["rollout_speedup_draft_length"] == 1
     assert summary["end_to_end_speedup"] > 0 and summary["draft_update_overhead"] > -1
     assert "Batch 1" in summary["speed"]["limits"]
+
+
+def test_a_disagreement_that_is_not_a_number_is_not_hidden_by_a_larger_one():
+    lines = [{"kl": 1.0}, {"kl": math.nan}, {"kl": 0.5}]
+    assert math.isnan(_largest(lines, "kl")) and _largest(lines[::2], "kl") == 1.0
 
 
 def test_a_frozen_draft_ends_with_the_accepted_length_of_its_twin(finished):

@@ -85,6 +85,16 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     assert same(jax.random.key_data(restored.key), jax.random.key_data(KEY))
 
 
+def test_a_restored_array_is_bound_to_its_device_only_if_the_template_is(tmp_path):
+    # Otherwise a resumed run would be computed by another program than the run that was not stopped.
+    save(tmp_path, make_state())
+    template = make_state()
+    bound = template._replace(policy=jax.device_put(template.policy, jax.devices()[0]))
+    restored = restore(tmp_path, bound).state
+    assert all(leaf.committed for leaf in jax.tree.leaves(restored.policy))
+    assert not any(leaf.committed for leaf in jax.tree.leaves(restored._replace(policy=None)))
+
+
 def test_an_arm_without_a_draft_comes_back_without_one(tmp_path):
     save(tmp_path, make_state(draft=False))
     restored = restore(tmp_path, make_state(0, draft=False)).state
