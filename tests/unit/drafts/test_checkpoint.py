@@ -14,6 +14,7 @@ from draftco_jax.drafts.eagle3.checkpoint import load_draft, save_draft, vocabul
 from draftco_jax.errors import UserError
 
 FILE = "model.safetensors"
+TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.fixture
@@ -74,8 +75,8 @@ def test_bug_case_b59_every_exported_tensor_is_the_live_one(draft, saved):
         live[f"midlayer.self_attn.{name}_proj.weight"] = layer["self_attn"]["qkv"][f"{name}_proj"]["kernel"].T
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         live[f"midlayer.{name}.weight"] = layer[name]["weight"]
-    vocabulary = {"d2t", "t2d"} if draft.cfg.draft_vocab_size < draft.cfg.vocab_size else set()
-    assert tensors.keys() == live.keys() | vocabulary  # no embedding: the policy's is used
+    # The maps are there for a full vocabulary too: SGLang's loader asks for them. No embedding: the policy's is used.
+    assert tensors.keys() == live.keys() | {"d2t", "t2d"}
     for name, tensor in live.items():
         np.testing.assert_array_equal(tensors[name], tensor, err_msg=name)
 
@@ -162,9 +163,9 @@ def test_damaged_weights_are_named(saved, draft):
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
-        ({"eagle_config": None}, "eagle_aux_hidden_state_layer_ids is missing"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0]}}, r"tap_layers=\(1, 0\)"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 3}}, "tap_layers=3"),
+        ({"eagle_config": None, TAPS: None}, "eagle_aux_hidden_state_layer_ids is missing"),
+        ({"eagle_config": {TAPS: [1, 0]}, TAPS: None}, r"tap_layers=\(1, 0\)"),
+        ({"eagle_config": {TAPS: 3}}, "tap_layers=3"),
         ({"head_dim": None}, r"\['head_dim'\] missing"),
         ({"rope_theta": None}, r"\['rope_theta'\] missing"),
         ({"draft_vocab_size": 20}, "draft_vocab_size=20"),
