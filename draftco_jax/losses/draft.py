@@ -1,7 +1,7 @@
 """Losses of drafts, label by label, and how labels are weighed and averaged; the same for every family.
 
 A family lays its labels out as [n, R, A]: n steps (EAGLE-3 passes, DFlash and DSpark slots, MTP steps) of A anchors in
-R packed rows. `losses/law_pair.py` says what both laws think of each label, `per_label_loss` makes one number of it, and
+R packed rows. `losses/law_pair.py` says what both laws think of a label, `per_label_loss` makes one number of it, and
 
     loss = weighted_loss(per_label, weights, denominator) = sum(w * l) / denominator
 
@@ -177,7 +177,7 @@ def scale_labels(
     if normaliser == "sequences":
         return weights, denominator
     total = jnp.take_along_axis(of_document, documents, axis=1)
-    return weights / safe_count(total)[None], denominator
+    return weights * jnp.where(total > 0, 1.0 / total, 0.0)[None], denominator
 
 
 def weighted_loss(

@@ -212,6 +212,20 @@ def test_unlearnable_labels_have_no_value_and_no_gradient(arrays):
     assert (np.asarray(jax.grad(lambda x: jnp.sum(fn(x).hard_cross_entropy))(args[0])) == 0).all()
 
 
+def test_bug_case_b20_draft_a_label_outside_the_draft_vocabulary_counts_as_a_miss():
+    # Identity heads: the state is the logits. Draft ids 0, 1, 2 of 4; the last token's mode and label is id 3.
+    hidden = 30.0 * jnp.eye(4, dtype=jnp.float32)
+    labels = jnp.arange(4, dtype=jnp.int32)
+    head, kept = jnp.eye(4, dtype=jnp.float32), jnp.arange(3, dtype=jnp.int32)
+    terms = law_pair_terms(hidden, head[:, :3], hidden, head, labels, kept=kept, sampling=SamplingConfig(), tile=2)
+    np.testing.assert_array_equal(terms.mode_kept, [1, 1, 1, 0])
+    np.testing.assert_array_equal(terms.label_kept, [1, 1, 1, 0])
+    assert jnp.mean(terms.label_is_mode) == 0.75
+    np.testing.assert_allclose(jnp.mean(terms.overlap), 0.75, atol=1e-6)
+    # The three that are sayable and right cost nothing of any kind; the fourth costs its whole mass.
+    np.testing.assert_allclose(terms.l1, [0, 0, 0, 2], atol=1e-6)
+
+
 BIG_N, BIG_V, BIG_TILE = 64, 4096, 256
 
 
