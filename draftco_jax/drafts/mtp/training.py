@@ -1,0 +1,103 @@
+"""Training of multi-token prediction heads on packed rows: K recursive uses of the one layer at every index.
+
+Step k at index t reads the data's token x_{t+1+k} (never the head's own guess) and predicts x_{t+2+k}. It is live where
+that LABEL is supervised and lies in the document of t. Its teacher, for losses that have one and for acceptance, is the
+policy's law at t + 1 + k.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int, Key
+
+from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
+from draftco_jax.drafts.labels import Labels, draft_loss, report, weigh_labels
+from draftco_jax.drafts.mtp.config import MtpConfig
+from draftco_jax.drafts.mtp.module import Mtp
+from draftco_jax.losses.chunked import map_tokens
+from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
+from draftco_jax.models.attention import packed_causal_mask
+from draftco_jax.numerics.shift import look_ahead, same_document
+from draftco_jax.types import PackedBatch
+
+
+def step_masks(batch: PackedBatch, steps: int) -> Float32[Array, "n R T"]:
+    """1 where step k at t is live: x_{t+2+k} is supervised and in the document of t."""
+    masks = [
+        look_ahead(batch.label_mask, k + 2) * same_document(batch.segment_ids, k + 2).astype(jnp.float32)
+        for k in range(steps)
+    ]
+    return jnp.stack(masks)
+
+
+def labels(batch: PackedBatch, cfg: MtpConfig) -> Labels:
+    """Every index of a row is an anchor; step k weighs step_decay^k, normalised."""
+    ahead = lambda values: jnp.stack([look_ahead(values, k + 2) for k in range(cfg.steps)])  # noqa: E731
+    return weigh_labels(
+        step_masks(batch, cfg.steps),
+        cfg.step_weights,
+        batch.segment_ids,
+        batch,
+        cfg.loss,
+        rewards=ahead(batch.label_rewards),
+        advantages=ahead(batch.label_advantages),
+    )
+
+
+def denominator(batch: PackedBatch, cfg: MtpConfig, key: Key[Array, ""]) -> Float32[Array, ""]:
+    """What the loss of these rows is divided by; the caller adds up shards and micro-batches. `key` is not used."""
+    return labels(batch, cfg).denominator
+
+
+def steps_loss(
+    draft: Mtp,
+    target: Target,
+    batch: PackedBatch,
+    *,
+    denominator: Array,
+    key: Key[Array, ""],
+    context: TrainingContext,
+) -> tuple[Float32[Array, ""], DraftReport]:
+    """Loss over all steps, and what each step would have been accepted with.
+
+    Gradients reach the head's own parameters only: hidden states, embedding and the policy's output head are cut here.
+
+    Args:
+        draft: the draft model.
+        target: the policy's forward on `batch`; `hidden` is this draft's input, so it is always needed.
+        batch: packed rows.
+        denominator: global sum of `denominator(batch, cfg, key)`.
+        key: not used, this family draws nothing.
+        context: sampling of the rollouts (losses use the temperature, acceptance the filters too), chunk of tokens,
+            k of the rollouts.
+    """
+    if target.hidden is None:
+        raise ValueError("target.hidden=None must be the policy's final states, the draft's input; keep them")
+    hidden, cfg = jax.lax.stop_gradient(target.hidden), draft.cfg
+    target = jax.lax.stop_gradient(target)
+    embeds = [target.embedding[tokens_ahead(batch, k + 1)] for k in range(cfg.steps)]
+    outputs = draft.unroll(embeds, hidden, batch.positions, packed_causal_mask(batch.segment_ids))
+
+    def terms(normed: Array, teacher: Array, label: Array) -> LawPairTerms:
+        return law_pair_terms(
+            normed, target.head, teacher, target.head, label, kept=None, sampling=context.sampling, tile=context.tile
+        )
+
+    steps = [
+        map_tokens(
+            terms,
+            (draft.norm(z), look_ahead(hidden, k + 1), tokens_ahead(batch, k + 2)),
+            chunk_tokens=context.chunk_tokens,
+        )
+        for k, z in enumerate(outputs)
+    ]
+    stacked: LawPairTerms = jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *steps)
+    of_batch = labels(batch, cfg)
+    loss, per_label = draft_loss(stacked, of_batch, cfg.loss, denominator)
+    return loss, report(per_label, stacked.overlap, of_batch.masks, context.draft_length)
+
+
+def tokens_ahead(batch: PackedBatch, steps: int) -> Int[Array, "R T"]:
+    """x_{t+steps} inside the document, token 0 past its end (nothing live reads that)."""
+    return jnp.where(same_document(batch.segment_ids, steps), look_ahead(batch.tokens, steps), 0)
