@@ -168,6 +168,12 @@ class BlockDraft(nnx.Module):
         first = embedding.at[newest].get(mode="promise_in_bounds")[:, None]
         return self.run(first, embedding[self.cfg.mask_token_id], angles, state.context, anchor[:, None])[:, 0]
 
+    def label_features(
+        self, states: Float[Array, "R C d D"], previous: Int[Array, "R C d"], head: Float[Array, "D V"]
+    ) -> tuple[Float[Array, "R C d F"], Float[Array, "F V"]]:
+        """What the logits of training labels are the product of; `previous` is the token before each label."""
+        raise NotImplementedError
+
     def check_length(self, count: int) -> None:
         """Refuse more drafts than a block holds."""
         if not 1 <= count <= self.cfg.max_draft_length:

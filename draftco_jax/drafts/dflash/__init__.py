@@ -1,1 +1,11 @@
 """DFlash (z-lab): all tokens of a block in one pass, from fused features of the policy."""
+
+from draftco_jax.drafts.base import DraftFamily
+from draftco_jax.drafts.blocks.anchors import check_row_anchors
+from draftco_jax.drafts.blocks.training import denominator
+from draftco_jax.drafts.dflash.config import DFlashConfig
+from draftco_jax.drafts.dflash.training import blocks_loss
+
+DFLASH = DraftFamily(
+    name="dflash", config=DFlashConfig, denominator=denominator, loss=blocks_loss, check_batch=check_row_anchors
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftco_jax.drafts.blocks.config import BlockDraftConfig, published_decay
+from draftco_jax.drafts.blocks.config import BlockDraftConfig, published_decay, values_for
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -47,4 +47,4 @@ class DFlashConfig(BlockDraftConfig):
     def for_target(cls, target: DecoderConfig, *, mask_token_id: int, **changes: Any) -> DFlashConfig:
         """A draft of the policy's own width with the published taps, block and decay."""
         decay = published_decay(changes.get("block_size", 16))
-        return cls._of_target(target, {"mask_token_id": mask_token_id, "loss_decay_gamma": decay} | changes)
+        return cls(**values_for(target, {"mask_token_id": mask_token_id, "loss_decay_gamma": decay} | changes))

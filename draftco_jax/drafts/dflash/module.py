@@ -43,8 +43,8 @@ class DFlash(BlockDraft):
         return Proposal(tokens, laws, jnp.full(newest.shape, count, jnp.int32)), state
 
     def label_features(
-        self, states: Float[Array, "*b D"], previous: Int[Array, "*b"], head: Float[Array, "D V"]
-    ) -> tuple[Float[Array, "*b D"], Float[Array, "D V"]]:
+        self, states: Float[Array, "R C d D"], previous: Int[Array, "R C d"], head: Float[Array, "D V"]
+    ) -> tuple[Float[Array, "R C d D"], Float[Array, "D V"]]:
         """What the logits of training labels are the product of: states and the policy's head."""
         del previous
         return states, head

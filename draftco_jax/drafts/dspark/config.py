@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftco_jax.drafts.blocks.config import BlockDraftConfig
+from draftco_jax.drafts.blocks.config import BlockDraftConfig, values_for
 from draftco_jax.losses.draft import DraftLossConfig
 
 if TYPE_CHECKING:
@@ -86,4 +86,4 @@ class DSparkConfig(BlockDraftConfig):
     @classmethod
     def for_target(cls, target: DecoderConfig, *, mask_token_id: int, **changes: Any) -> DSparkConfig:
         """A draft of the policy's own width with the published taps, block, heads and loss."""
-        return cls._of_target(target, {"mask_token_id": mask_token_id} | changes)
+        return cls(**values_for(target, {"mask_token_id": mask_token_id} | changes))

@@ -144,8 +144,8 @@ class DSpark(BlockDraft):
         return Proposal(jnp.stack(tokens, axis=1), jnp.stack(laws, axis=1), full), state
 
     def label_features(
-        self, states: Float[Array, "*b d D"], previous: Int[Array, "*b d"], head: Float[Array, "D V"]
-    ) -> tuple[Float[Array, "*b d F"], Float[Array, "F V"]]:
+        self, states: Float[Array, "R C d D"], previous: Int[Array, "R C d"], head: Float[Array, "D V"]
+    ) -> tuple[Float[Array, "R C d F"], Float[Array, "F V"]]:
         """What the logits of training labels are the product of: [h ; g] and [head ; W2], so F = D + r."""
         if not self.cfg.markov_rank:
             return states, head

@@ -1,0 +1,61 @@
+"""Loss of DFlash on packed rows."""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Bool, Float32, Int, Key
+
+from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
+from draftco_jax.drafts.blocks.anchors import select_anchors
+from draftco_jax.drafts.blocks.training import draft_acceptance, forward
+from draftco_jax.drafts.dflash.module import DFlash
+from draftco_jax.drafts.labels import draft_loss, report
+from draftco_jax.numerics.masked import masked_mean
+from draftco_jax.types import PackedBatch
+
+
+def blocks_loss(
+    draft: DFlash,
+    target: Target,
+    batch: PackedBatch,
+    *,
+    denominator: Array,
+    key: Key[Array, ""],
+    context: TrainingContext,
+) -> tuple[Float32[Array, ""], DraftReport]:
+    """Loss over the blocks of this step's anchors, and what each draft would have been accepted with.
+
+    Args:
+        draft: the draft model.
+        target: the policy's forward on `batch`; cut here. `hidden` may be None where the loss needs no teacher, and
+            acceptance is then estimated from the labels.
+        batch: packed rows.
+        denominator: global sum of `denominator(batch, cfg, key)`.
+        key: of the optimizer step; it chooses the anchors.
+        context: sampling of the rollouts (losses use the temperature, acceptance the filters too), chunk of labels, k.
+    """
+    anchors, keep = select_anchors(key, batch, draft.cfg)
+    return loss_at(draft, target, batch, anchors, keep, denominator=denominator, context=context)
+
+
+def loss_at(
+    draft: DFlash,
+    target: Target,
+    batch: PackedBatch,
+    anchors: Int[Array, "R C"],
+    keep: Bool[Array, "R C"],
+    *,
+    denominator: Array,
+    context: TrainingContext,
+) -> tuple[Float32[Array, ""], DraftReport]:
+    """`blocks_loss` of given anchors; those that are not kept count nothing."""
+    cfg = draft.cfg
+    target = jax.lax.stop_gradient(target)
+    proposes_mode = cfg.proposals == "argmax"
+    with_teacher = cfg.loss.needs_teacher or (target.hidden is not None and not proposes_mode)
+    run = forward(draft, target, batch, anchors, keep, context, with_teacher=with_teacher)
+    loss, per_label = draft_loss(run.terms, run.labels, cfg.loss, denominator)
+    accepted = draft_acceptance(run, target, batch, context, proposes_mode=proposes_mode)
+    masks = run.labels.masks
+    accuracy = masked_mean(run.terms.label_is_mode, masks, count=masks.sum())
+    return loss, report(per_label, accepted, masks, context.draft_length, accuracy=accuracy)

@@ -1,0 +1,93 @@
+"""Loss of DSpark on packed rows: what the drafts are trained on, plus the confidence head's."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int, Key
+
+from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
+from draftco_jax.drafts.blocks.anchors import select_anchors
+from draftco_jax.drafts.blocks.training import Forward, draft_acceptance, forward, label_terms
+from draftco_jax.drafts.dspark.module import DSpark
+from draftco_jax.drafts.labels import draft_loss, report
+from draftco_jax.losses.draft import weighted_loss
+from draftco_jax.numerics.masked import masked_mean
+from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.types import PackedBatch
+
+
+def blocks_loss(
+    draft: DSpark,
+    target: Target,
+    batch: PackedBatch,
+    *,
+    denominator: Array,
+    key: Key[Array, ""],
+    context: TrainingContext,
+) -> tuple[Float32[Array, ""], DraftReport]:
+    """Loss over the blocks of this step's anchors, and what each draft would have been accepted with.
+
+    Args:
+        draft: the draft model.
+        target: the policy's forward on `batch`; cut here. `hidden` may be None where nothing with weight needs it.
+        batch: packed rows.
+        denominator: global sum of `denominator(batch, cfg, key)`.
+        key: of the optimizer step; it chooses the anchors.
+        context: sampling of the rollouts (losses use the temperature, acceptance the filters too), chunk of labels, k.
+    """
+    anchors, keep = select_anchors(key, batch, draft.cfg)
+    return loss_at(draft, target, batch, anchors, keep, denominator=denominator, context=context)
+
+
+def loss_at(
+    draft: DSpark,
+    target: Target,
+    batch: PackedBatch,
+    anchors: Int[Array, "R C"],
+    keep: Bool[Array, "R C"],
+    *,
+    denominator: Array,
+    context: TrainingContext,
+) -> tuple[Float32[Array, ""], DraftReport]:
+    """`blocks_loss` of given anchors; those that are not kept count nothing."""
+    cfg = draft.cfg
+    target = jax.lax.stop_gradient(target)
+    if target.hidden is None and (cfg.loss.needs_teacher or cfg.trains_confidence):
+        raise ValueError(
+            "target.hidden=None must be the policy's states where the loss compares laws; pass them, or set l1 and "
+            "confidence_loss_weight to 0"
+        )
+    run = forward(draft, target, batch, anchors, keep, context, with_teacher=target.hidden is not None)
+    loss, per_label = draft_loss(run.terms, run.labels, cfg.loss, denominator)
+    masks = run.labels.masks
+    extra = {"accuracy": masked_mean(run.terms.label_is_mode, masks, count=masks.sum())}
+    if cfg.trains_confidence:
+        accepted = confidence_target(run, target, batch, context)
+        logits = jnp.moveaxis(draft.confidence(run.states, run.previous), -1, 0)
+        entropy = binary_cross_entropy(logits, accepted)
+        loss += cfg.confidence_loss_weight * weighted_loss(entropy, run.labels.weights, denominator)
+        mean = lambda values: masked_mean(values, masks, count=masks.sum())  # noqa: E731
+        extra |= {
+            "confidence_loss": mean(entropy),
+            "confidence_abs_error": mean(jnp.abs(jax.nn.sigmoid(logits) - accepted)),
+        }
+    accepted = draft_acceptance(run, target, batch, context, proposes_mode=False)
+    return loss, report(per_label, accepted, masks, context.draft_length, **extra)
+
+
+def confidence_target(
+    run: Forward, target: Target, batch: PackedBatch, context: TrainingContext
+) -> Float32[Array, "d R C"]:
+    """1 - |q - p|_1 / 2 of each draft at temperature 1, in [0, 1]; no gradient."""
+    terms = run.terms
+    if context.sampling.temperature != 1.0:
+        plain = context._replace(sampling=SamplingConfig())
+        cut = jax.lax.stop_gradient(run)
+        terms = label_terms(cut.features, cut.kernel, target, batch, cut.blocks, plain)
+    return jax.lax.stop_gradient(jnp.clip(1.0 - 0.5 * terms.l1, 0.0, 1.0))
+
+
+def binary_cross_entropy(logits: Float32[Array, "*b"], target: Float32[Array, "*b"]) -> Float32[Array, "*b"]:
+    """-(t log sigmoid(z) + (1 - t) log(1 - sigmoid(z))) in nats, from logits: finite for every finite z."""
+    return jnp.maximum(logits, 0.0) - logits * target + jnp.log1p(jnp.exp(-jnp.abs(logits)))
