@@ -161,18 +161,19 @@ def scale_labels(
 
     Args:
         weights: mask * weight of the step * weight of the sample, >= 0. Not D-PACE's, which come after.
-        documents: segment id of each anchor within its row, 0 for none.
+        documents: segment id of each anchor within its row; an anchor of 0 has no document, and its weights become 0.
         normaliser: which of the above.
         positions: number of real tokens (segment id > 0) of these rows.
         max_documents: the largest segment id that can occur; the row length will do.
     """
+    weights = jnp.where((documents > 0)[None], weights, 0.0)
     if normaliser == "valid_labels":
         return weights, jnp.sum(weights)
     if normaliser == "all_positions":
         return weights, positions
-    per_anchor = jnp.where(documents > 0, jnp.sum(weights, axis=0), 0.0)
     count = max_documents + 1  # a segment sum per row; id 0 collects zeros
-    of_document = jax.vmap(lambda w, d: jax.ops.segment_sum(w, d, num_segments=count))(per_anchor, documents)
+    segment_sum = jax.vmap(lambda w, d: jax.ops.segment_sum(w, d, num_segments=count))
+    of_document = segment_sum(jnp.sum(weights, axis=0), documents)
     denominator = jnp.sum((of_document > 0).astype(jnp.float32))
     if normaliser == "sequences":
         return weights, denominator
