@@ -257,9 +257,18 @@ def test_bug_case_b17_draft_tiles_equal_dense_and_hold_less(big):
     assert temporary[1] < logits / 2
 
 
-@pytest.mark.parametrize("chunk", [BIG_N, 16])
+@pytest.mark.parametrize("chunk", [None, BIG_N, 16])
 def test_bug_case_b18_draft_no_residual_holds_the_vocabulary_of_every_token(big, chunk):
-    _, vjp = jax.vjp(lambda x, k: big_loss(x, k, *big[2:], tile=BIG_TILE, chunk=chunk)[0], *big[:2])
+    """Without chunks (None) it is the written-out rule alone that keeps logits out."""
+
+    def alone(features, kernel):
+        features, hidden, labels = features[0], big[2][0], big[4][0]
+        sampling = SamplingConfig()
+        terms = law_pair_terms(features, kernel, hidden, big[3], labels, kept=None, sampling=sampling, tile=BIG_TILE)
+        return jnp.sum(sum(terms[:4]))
+
+    chunked = lambda x, k: big_loss(x, k, *big[2:], tile=BIG_TILE, chunk=chunk)[0]  # noqa: E731
+    _, vjp = jax.vjp(alone if chunk is None else chunked, *big[:2])
     sizes = [leaf.size for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "size")]
     assert sizes and max(sizes) == 8 * BIG_V  # the heads themselves; a chunk's logits are 16 * 4096
 
