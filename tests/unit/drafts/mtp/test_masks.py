@@ -65,5 +65,10 @@ def test_what_the_loss_cannot_use_is_refused(make, lay_out, broken):
     sampling = SamplingConfig(temperature=0.0 if broken == "greedy" else 1.0)
     target = target._replace(hidden=None) if broken == "hidden" else target
     context = TrainingContext(sampling=sampling, chunk_tokens=32, draft_length=9)
+    head = make()
+
+    def loss(params):
+        return steps_loss(head.merge(params), target, batch, denominator=jnp.float32(1.0), key=KEY, context=context)
+
     with pytest.raises(ValueError, match="temperature=0" if broken == "greedy" else r"target\.hidden=None"):
-        steps_loss(make().merge(), target, batch, denominator=jnp.float32(1.0), key=KEY, context=context)
+        jax.eval_shape(loss, head.params)
