@@ -28,6 +28,18 @@ _FLOATS = ("BF16", "F16", "F32")
 _MAPS = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
 _REQUIRED = ("head_dim", "rope_theta", "rms_norm_eps", "max_position_embeddings")
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+"""Sizes that all publishers store under the same names."""
+
 Config = TypeVar("Config", bound=DraftConfig)
 
 
@@ -178,6 +190,24 @@ def read_draft_tensors(folder: Path, keep: Callable[[str], bool] = lambda name: 
     return tensors
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """Names of all tensors of a checkpoint, without reading them."""
+    names: set[str] = set()
+    for path in _shards(folder):
+        try:
+            with safe_open(_existing(path), framework="np") as file:
+                names |= set(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"weights file {path} cannot be read ({error}); it is damaged or cut short") from error
+    return names
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise UserError(f"weights file {path} does not exist; give a folder that holds {path.name}")
+    return path
+
+
 def _shards(folder: Path) -> dict[Path, set[str] | None]:
     """Weight files, with the names that the index promises in each."""
     if (folder / WEIGHTS_FILE).is_file():
@@ -201,11 +231,9 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
 
 
 def _read_file(path: Path, keep: Callable[[str], bool]) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        raise UserError(f"weights file {path} does not exist; give a folder that holds {path.name}")
     found = {}
     try:
-        with safe_open(path, framework="np") as file:
+        with safe_open(_existing(path), framework="np") as file:
             for name in filter(keep, file.keys()):
                 kind = file.get_slice(name).get_dtype()
                 wanted = _MAPS.get(name, _FLOATS)

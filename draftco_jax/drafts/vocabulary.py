@@ -6,7 +6,7 @@ d2t, int64 [W], holds OFFSETS: target id = draft id + d2t[draft id]. t2d, bool [
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from flax import nnx
@@ -18,6 +18,7 @@ CONSTANT = "draft_to_target"
 """Name of the module's variable."""
 
 
+@runtime_checkable
 class Vocabularies(Protocol):
     """The two sizes of a draft's config."""
 

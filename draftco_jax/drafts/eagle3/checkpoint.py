@@ -28,6 +28,7 @@ from typing import Any
 from draftco_jax.drafts.base import Shared
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.files import (
+    SIZES,
     Settings,
     build_config,
     check_plain,
@@ -138,7 +139,7 @@ def _read_config(settings: Settings, training: Eagle3Config | None) -> Eagle3Con
     layer = settings.section("transformer_layer_config") if speculators else settings
     check_plain(layer)
     _refuse_others(settings)
-    sizes = {key: layer.raw.get(key) for key in (*sizes_of_class(), "head_dim")}
+    sizes = {key: layer.raw.get(key) for key in SIZES}
     values = sizes | {
         "rope_theta": rope_theta_of(layer),
         "draft_vocab_size": settings.raw.get("draft_vocab_size", sizes["vocab_size"] if name == _DEEPSPEC else None),
@@ -157,19 +158,6 @@ def _read_config(settings: Settings, training: Eagle3Config | None) -> Eagle3Con
     hints = _hints(values)
     return build_config(
         Eagle3Config, complete(settings, values, training, hints, "draft_vocab_size"), settings, training
-    )
-
-
-def sizes_of_class() -> tuple[str, ...]:
-    """Sizes that all publishers store under the same names."""
-    return (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "max_position_embeddings",
     )
 
 
