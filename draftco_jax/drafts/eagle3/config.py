@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from draftco_jax.drafts.base import DraftConfig, check_model_draft, check_tap_layers
+from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.transformer import DecoderConfig, check_sizes
 
 if TYPE_CHECKING:
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """Sizes and training constants of a classic EAGLE-3 draft."""
+class Eagle3Config(DraftConfig):
+    """Sizes, variant flags and training constants of an EAGLE-3 draft; all flags off is the classic one."""
+
+    training_fields: ClassVar[tuple[str, ...]] = ("passes", "pass_decay", "label_mask", "loss")
 
     tap_layers: tuple[int, ...]
     """Target layers whose outputs are read, 0-based, OUTPUT convention, low to high."""
@@ -30,15 +34,27 @@ class Eagle3Config:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e4
     max_position_embeddings: int = 40960
+    norm_before_residual: bool = False
+    """The residual of attention is the normed hidden state."""
+    norm_before_fc: bool = False
+    """One norm over all taps before they are fused (gpt-oss drafts)."""
+    fc_norm: bool = False
+    """One norm for each tap before they are fused (EAGLE-3.1)."""
+    norm_output: bool = False
+    """The state fed back, and read by the head, is the one after the final norm (EAGLE-3.1)."""
+    qk_norm: bool = False
+    """Per-head norm of queries and keys (DeepSpec's Qwen3 variant)."""
     passes: int = 3
     """Training-time-test passes; 3 in co-training, 7 in pre-training."""
     pass_decay: float = 0.8
     """Pass k weighs pass_decay^k."""
+    label_mask: Literal["label", "official"] = "label"
+    """label: pass k at t is trained where x_{t+2+k} is supervised. official: where x_{t+k} is, as SpecForge does."""
+    loss: DraftLossConfig = DraftLossConfig(soft_cross_entropy=1.0)
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit together."""
-        if not self.tap_layers or list(self.tap_layers) != sorted(set(self.tap_layers)) or self.tap_layers[0] < 0:
-            raise ValueError(f"tap_layers={self.tap_layers} must be increasing layer numbers >= 0; give e.g. (0, 1)")
+        check_tap_layers(self.tap_layers)
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} must be in 1..vocab_size={self.vocab_size}; "
@@ -74,25 +90,14 @@ class Eagle3Config:
 
     def check_target(self, target: DecoderConfig) -> None:
         """Raise ValueError where this draft cannot read that target."""
-        if self.vocab_size != target.vocab_size:
+        check_model_draft(self, target)
+
+    def check_run(self, *, from_checkpoint: bool) -> None:
+        """A reduced vocabulary needs the map of a checkpoint."""
+        if self.draft_vocab_size < self.vocab_size and not from_checkpoint:
             raise ValueError(
-                f"draft vocab_size={self.vocab_size} must equal the policy's {target.vocab_size}; "
-                "use Eagle3Config.for_target(policy)"
-            )
-        if self.hidden_size != target.hidden_size:
-            raise ValueError(
-                f"draft hidden_size={self.hidden_size} must equal the policy's {target.hidden_size}, "
-                "because the draft reads the policy's embeddings; use Eagle3Config.for_target(policy)"
-            )
-        if self.tap_layers[-1] >= target.num_hidden_layers:
-            raise ValueError(
-                f"tap_layers={self.tap_layers} must be below num_hidden_layers={target.num_hidden_layers} of the "
-                "policy; layers are counted from 0"
-            )
-        if self.max_position_embeddings < target.max_position_embeddings:
-            raise ValueError(
-                f"draft max_position_embeddings={self.max_position_embeddings} must be >= the policy's "
-                f"{target.max_position_embeddings}, or drafts past it are noise; raise it in the draft's config"
+                f"draft.draft_vocab_size={self.draft_vocab_size} is below vocab_size={self.vocab_size} without a map "
+                "from draft ids to target ids; give a draft_checkpoint with d2t, or set it to vocab_size"
             )
 
     def build(self, rngs: nnx.Rngs) -> Eagle3:

@@ -3,8 +3,8 @@
 One pass over index t (the newest token whose target features exist) reads the token after it:
 
     u   = [ norm(E(x_{t+1+k})) ; norm(h) ]          h = fc(taps_t) in pass 0, the own output of pass k-1 afterwards
-    y   = h + attention(u)                          residual is the un-normed h
-    z   = y + mlp(norm(y))                          fed back as it is, PRE final norm
+    y   = h + attention(u)                          residual is the un-normed h (normed: `norm_before_residual`)
+    z   = y + mlp(norm(y))                          fed back as it is, PRE final norm (after it: `norm_output`)
     law = softmax(lm_head(norm(z)))                 of token x_{t+2+k}
 
 Letters: B rows, T tokens, D width, U = 2 D, A width of the concatenated taps, N heads, K key-value heads, H head width,
@@ -13,15 +13,20 @@ W draft vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from draftco_jax.drafts.base import Context, Features, Proposal, Shared
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.models.attention import MASKED_SCORE, attend
 from draftco_jax.models.kv_cache import Cache, empty_cache, visible_slots, write
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, rotary_angles, rotate
+from draftco_jax.numerics.rows import row_at
+from draftco_jax.numerics.sampling import SamplingConfig, draw, law
 
 
 class VocabularyMap(nnx.Variable):
@@ -29,10 +34,11 @@ class VocabularyMap(nnx.Variable):
 
 
 class DraftAttention(nnx.Module):
-    """Grouped-query attention whose input is twice as wide as its output; no query or key norm."""
+    """Grouped-query attention whose input is twice as wide as its output; query and key norm only by flag."""
 
     def __init__(self, cfg: Eagle3Config, *, rngs: nnx.Rngs) -> None:
         self.heads, self.kv_heads, self.width = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+        self.normed = cfg.qk_norm
         q, kv = self.heads * self.width, self.kv_heads * self.width
         self.qkv = LinearGroup(
             2 * cfg.hidden_size,
@@ -41,12 +47,17 @@ class DraftAttention(nnx.Module):
             rngs=rngs,
         )
         self.o_proj = Linear((q, cfg.hidden_size), ("heads", "embed"), rngs=rngs)
+        if cfg.qk_norm:
+            self.q_norm = RMSNorm(self.width, eps=cfg.rms_norm_eps, rngs=rngs, axis="head_dim")
+            self.k_norm = RMSNorm(self.width, eps=cfg.rms_norm_eps, rngs=rngs, axis="head_dim")
 
     def project(
         self, u: Float[Array, "B T U"], angles: tuple[Array, Array]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Rotated queries and keys, and values."""
         q, k, v = (y.reshape(*y.shape[:2], -1, self.width) for y in self.qkv(u))
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, angles), rotate(k, angles), v
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
@@ -58,6 +69,7 @@ class DraftLayer(nnx.Module):
     """The one decoder layer of the draft."""
 
     def __init__(self, cfg: Eagle3Config, *, rngs: nnx.Rngs) -> None:
+        self.norm_before_residual = cfg.norm_before_residual
         self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
         self.hidden_norm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
         self.self_attn = DraftAttention(cfg, rngs=rngs)
@@ -71,8 +83,16 @@ class DraftLayer(nnx.Module):
 
     def finish(self, hidden: Array, heads: Array) -> Float[Array, "B T D"]:
         """Residuals and MLP."""
-        y = hidden + self.self_attn.output(heads)
+        residual = self.hidden_norm(hidden) if self.norm_before_residual else hidden
+        y = residual + self.self_attn.output(heads)
         return y + self.mlp(self.post_attention_layernorm(y))
+
+
+class Eagle3State(NamedTuple):
+    """What the draft keeps of a request."""
+
+    cache: Cache  # true for every index below the anchor
+    hidden: jax.Array  # [B, D] state at index anchor - 1, made from true target features: its law is that of d_1
 
 
 class Eagle3(nnx.Module):
@@ -80,25 +100,52 @@ class Eagle3(nnx.Module):
 
     def __init__(self, cfg: Eagle3Config, *, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
-        self.fc = Linear((len(cfg.tap_layers) * cfg.hidden_size, cfg.hidden_size), ("taps", "embed"), rngs=rngs)
+        width, taps = cfg.hidden_size, len(cfg.tap_layers)
+        self.fc = Linear((taps * width, width), ("taps", "embed"), rngs=rngs)
+        if cfg.norm_before_fc:
+            self.input_norm = RMSNorm(taps * width, eps=cfg.rms_norm_eps, rngs=rngs, axis="taps")
+        if cfg.fc_norm:
+            self.fc_norm = nnx.List([RMSNorm(width, eps=cfg.rms_norm_eps, rngs=rngs) for _ in range(taps)])
         self.midlayer = DraftLayer(cfg, rngs=rngs)
-        self.norm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
-        self.lm_head = Linear((cfg.hidden_size, cfg.draft_vocab_size), ("embed", "vocab"), rngs=rngs)
+        self.norm = RMSNorm(width, eps=cfg.rms_norm_eps, rngs=rngs)
+        self.lm_head = Linear((width, cfg.draft_vocab_size), ("embed", "vocab"), rngs=rngs)
         if cfg.draft_vocab_size < cfg.vocab_size:
             self.draft_to_target = VocabularyMap(jnp.arange(cfg.draft_vocab_size, dtype=jnp.int32))
 
+    @property
+    def kept(self) -> Int[Array, " W"] | None:
+        """Target id of each draft id; None for the full vocabulary."""
+        return jnp.asarray(self.draft_to_target[...]) if self.cfg.draft_vocab_size < self.cfg.vocab_size else None
+
+    def fuse(self, taps: Float[Array, "B T A"]) -> Float[Array, "B T D"]:
+        """h_0 = fc(taps); by flag under one norm over all of them, or one norm for each."""
+        if self.cfg.norm_before_fc:
+            taps = self.input_norm(taps)
+        if self.cfg.fc_norm:
+            parts = jnp.split(taps, len(self.cfg.tap_layers), axis=-1)
+            taps = jnp.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
+        return self.fc(taps)
+
+    def _output(self, state: Array) -> Array:
+        """What is fed back: the state as it is, or (`norm_output`) after the final norm."""
+        return self.norm(state) if self.cfg.norm_output else state
+
+    def features(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """What the head reads of a draft state: logits = features @ lm_head."""
+        return hidden if self.cfg.norm_output else self.norm(hidden)
+
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b W"]:
-        """Logits over the draft vocabulary of un-normed draft states, accumulated in float32."""
-        normed = self.norm(hidden)
-        kernel = self.lm_head.kernel[...].astype(normed.dtype)
-        return jnp.matmul(normed, kernel, preferred_element_type=jnp.float32)
+        """Logits over the draft vocabulary of draft states, accumulated in float32."""
+        features = self.features(hidden)
+        kernel = self.lm_head.kernel[...].astype(features.dtype)
+        return jnp.matmul(features, kernel, preferred_element_type=jnp.float32)
 
     def to_target_vocabulary(self, laws: Float[Array, "*b W"]) -> Float[Array, "*b V"]:
         """Scatter a law over draft ids to target ids; dropped ids get probability 0."""
-        if self.cfg.draft_vocab_size == self.cfg.vocab_size:
+        if self.kept is None:
             return laws
         full = jnp.zeros((*laws.shape[:-1], self.cfg.vocab_size), laws.dtype)
-        return full.at[..., self.draft_to_target[...]].set(laws)
+        return full.at[..., self.kept].set(laws)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """The draft's own cache."""
@@ -117,7 +164,50 @@ class Eagle3(nnx.Module):
         q, k, v = self.midlayer.project(embeds, hidden, cache.angles_at(start, count))
         layer = write(cache.layers[0], k, v, start)
         heads = attend(q, layer.keys, layer.values, visible_slots(cache.capacity, start, count))
-        return self.midlayer.finish(hidden, heads), cache._replace(layers=(layer,))
+        return self._output(self.midlayer.finish(hidden, heads)), cache._replace(layers=(layer,))
+
+    # ---- decoding: the interface of `drafts.base.Draft` ----
+
+    def empty_state(self, batch: int, capacity: int, context: Context) -> Eagle3State:
+        """Nothing read yet."""
+        return Eagle3State(
+            self.empty_cache(batch, capacity), jnp.zeros((batch, self.cfg.hidden_size), self.fc.kernel[...].dtype)
+        )
+
+    def absorb(self, state: Eagle3State, features: Features, shared: Shared) -> Eagle3State:
+        """Index s reads taps_s and x_{s+1}: keys and values from TRUE target features, over any guesses there."""
+        states, cache = self.step(
+            shared.embed(features.following), self.fuse(features.taps), features.start, state.cache
+        )
+        return Eagle3State(cache, row_at(states, features.last))
+
+    def propose(
+        self,
+        state: Eagle3State,
+        newest: Int[Array, " B"],
+        anchor: Int[Array, " B"],
+        uniforms: Float[Array, "B k"],
+        sampling: SamplingConfig,
+        shared: Shared,
+    ) -> tuple[Proposal, Eagle3State]:
+        """A chain: d_1 from the state at anchor - 1, then each step reads the token drawn and its own last state.
+
+        Steps of the chain write their own guesses at anchor, anchor + 1, ...; `absorb` overwrites them.
+        """
+        (cache, hidden), tokens, laws = state, [], []
+        count = uniforms.shape[1]
+        for i in range(count):
+            q = self.to_target_vocabulary(law(self.logits(hidden), sampling))
+            token = draw(q, uniforms[:, i])
+            tokens.append(token)
+            laws.append(q)
+            if i + 1 < count:
+                states, cache = self.step(shared.embed(token)[:, None], hidden[:, None], anchor + i, cache)
+                hidden = states[:, 0]
+        proposal = Proposal(jnp.stack(tokens, axis=1), jnp.stack(laws, axis=1), jnp.full_like(newest, count))
+        return proposal, Eagle3State(cache, hidden)
+
+    # ---- training ----
 
     def passes(
         self,
@@ -132,13 +222,13 @@ class Eagle3(nnx.Module):
         keys of passes 1..k (the branch), in one softmax. Key of pass i is rotated by position + i, query of pass k by
         position + k: exactly the keys a chain of k drafting steps from t would have in its cache.
         """
-        hidden, states, keys, values = self.fc(taps), [], [], []
+        hidden, states, keys, values = self.fuse(taps), [], [], []
         for k, embed in enumerate(embeds):
             angles = rotary_angles(positions + k, self.cfg.head_dim, self.cfg.rope_theta)
             q, key, value = self.midlayer.project(embed, hidden, angles)
             keys.append(key)
             values.append(value)
-            hidden = self.midlayer.finish(hidden, branch_attend(q, keys, values, mask))
+            hidden = self._output(self.midlayer.finish(hidden, branch_attend(q, keys, values, mask)))
             states.append(hidden)
         return states
 

@@ -1,0 +1,233 @@
+"""What a draft family is: the records it exchanges with engine and update, and its entry in the catalog.
+
+    decoding   empty_state, absorb(prompt), then rounds of  propose -> (the policy verifies) -> absorb(verified tokens)
+    training   denominator(batch), summed over all shards of a step, then loss(draft, target, batch, denominator)
+
+The engine and the update know these records only. What a family does with them is its own folder's business.
+
+Letters: B requests, T consecutive tokens, k drafts, D policy width, A width of the concatenated taps, V vocabulary,
+H history tokens, G siblings, R packed rows, n steps (passes of EAGLE-3 and MTP, slots of a block draft).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import jax
+from jaxtyping import Array, Float, Float32, Int
+
+from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.types import PackedBatch
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from draftco_jax.models.functional import ModelGraph, Params
+    from draftco_jax.models.transformer import DecoderConfig
+
+
+class Shared(NamedTuple):
+    """The policy's live tables, which every draft reads and none owns."""
+
+    embedding: jax.Array  # [V, D]
+    head: jax.Array  # [D, V]
+
+    def embed(self, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+        """Rows of the embedding table; every id is below V."""
+        return self.embedding.at[tokens].get(mode="promise_in_bounds")
+
+
+class Context(NamedTuple):
+    """What a request brings beside its prompt. Empty (H = 0, G = 0) for drafts that are models."""
+
+    history: jax.Array  # i32[B, H] earlier texts to look for matches in, -1 between them and as padding
+    siblings: jax.Array  # i32[B, G] rows of the batch that answer the same prompt, -1 for none
+
+
+class Features(NamedTuple):
+    """What is known of T consecutive indices start, start + 1, ... of each request once the policy has read them.
+
+    Rows 0..last are true, and start + last + 1 is the new anchor. Rows after `last` come from rejected tokens: a draft
+    may store what it makes of them, but must not read it before it is overwritten.
+    """
+
+    tokens: jax.Array  # i32[B, T] token AT each index
+    following: jax.Array  # i32[B, T] token after it; at `last` the newest committed one
+    taps: jax.Array  # [B, T, A]
+    hidden: jax.Array  # [B, T, D] after the final norm
+    start: jax.Array  # i32[B]
+    last: jax.Array  # i32[B]
+
+
+class Proposal(NamedTuple):
+    """Up to k drafted tokens and the very laws they were drawn from."""
+
+    tokens: jax.Array  # i32[B, k]
+    laws: jax.Array  # f32[B, k, V]; a row of zeros where nothing is proposed, which verification always refuses
+    count: jax.Array  # i32[B] how many are proposed; the rest is padding
+
+
+@runtime_checkable
+class Draft(Protocol):
+    """A draft as the engine sees it: a Flax module with a state per request."""
+
+    @property
+    def cfg(self) -> DraftConfig:
+        """The family's config; the engine asks it for the taps."""
+        ...
+
+    def empty_state(self, batch: int, capacity: int, context: Context) -> Any:
+        """State before anything was read; `capacity` indices must fit."""
+        ...
+
+    def absorb(self, state: Any, features: Features, shared: Shared) -> Any:
+        """Read what the policy has verified."""
+        ...
+
+    def propose(
+        self,
+        state: Any,
+        newest: Int[Array, " B"],
+        anchor: Int[Array, " B"],
+        uniforms: Float[Array, "B k"],
+        sampling: SamplingConfig,
+        shared: Shared,
+    ) -> tuple[Proposal, Any]:
+        """Draft the k tokens after `newest`, which stands at `anchor`.
+
+        `uniforms` holds one number per drafted position; `sampling` is the policy's. Token i is drawn from law i given
+        the drafted tokens before it, and nothing else that the engine draws.
+        """
+        ...
+
+
+class Target(NamedTuple):
+    """What a draft learns from: the policy's own forward on the batch, cut from its gradient."""
+
+    taps: jax.Array  # [R, T, A]
+    hidden: jax.Array | None  # [R, T, D] after the final norm; None where no loss needs the policy's law
+    head: jax.Array  # [D, V]
+    embedding: jax.Array  # [V, D]
+
+
+class DraftReport(NamedTuple):
+    """Statistics of a draft's training forward, float32, no gradient."""
+
+    losses: jax.Array  # [n] mean loss of each step over its live labels
+    acceptances: jax.Array  # [n] mean 1 - TV of each step over its live labels
+    tau_prob: jax.Array  # [] mean over anchors of 1 + sum_k prod_{j<=k} (1 - TV_j)
+    extra: dict[str, jax.Array] = {}  # noqa: RUF012  a family's own scalars by metric name
+
+
+class TrainingContext(NamedTuple):
+    """What the update tells a draft's loss beside the batch. Python values are compiled in."""
+
+    sampling: SamplingConfig
+    chunk_tokens: int
+    """Tokens whose logits exist at one time."""
+    draft_length: int
+    """k of the rollouts: tau_prob counts no step beyond it."""
+    tile: int = 8192
+    """Columns of a head whose logits exist at one time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Base of all family configs. Subclasses are frozen dataclasses with exactly their own fields.
+
+    Each has ``tap_layers`` (policy layers whose outputs it reads: 0-based, OUTPUT convention, low to high; empty for
+    none) and the class methods and checks below.
+    """
+
+    training_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that say how the draft is trained, not what it is: a run may change them for a checkpoint it loads."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def tap_layers(self) -> tuple[int, ...]:
+            """Policy layers whose outputs are read."""
+            ...
+
+    @property
+    def max_draft_length(self) -> int | None:
+        """Most tokens the draft can propose in a round; None: no limit."""
+        return None
+
+    def check_target(self, target: DecoderConfig) -> None:
+        """Raise ValueError where this draft cannot read that policy."""
+
+    def check_run(self, *, from_checkpoint: bool) -> None:
+        """Raise ValueError where this draft cannot start a run, from a checkpoint or from fresh weights."""
+
+    def build(self, rngs: nnx.Rngs) -> Any:
+        """The Flax module with freshly drawn weights."""
+        raise NotImplementedError
+
+    def with_training_of(self, other: Any) -> Any:
+        """This draft, trained as `other` (a config of the same family, or None) says."""
+        return self if other is None else replace(self, **{name: getattr(other, name) for name in self.training_fields})
+
+
+DenominatorFn = Callable[..., Float32[Array, ""]]
+"""``denominator(batch, cfg, key)``: what the loss of these rows is divided by; summed over shards by the caller."""
+
+LossFn = Callable[..., tuple[Float32[Array, ""], DraftReport]]
+"""``loss(draft, target, batch, *, denominator, key, context)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFamily:
+    """One entry of the catalog."""
+
+    name: str
+    config: type[DraftConfig]
+    denominator: DenominatorFn | None = None
+    """None: the family has nothing to train."""
+    loss: LossFn | None = None
+    from_policy: Callable[[Params, Params], Params] = lambda draft, policy: draft
+    """(fresh draft, policy) -> draft to start from."""
+    save: Callable[[Path, Any, ModelGraph, Params], None] | None = None
+    load: Callable[[Path, Any], tuple[Any, ModelGraph, Params]] | None = None
+    """(folder, config whose training fields apply or None) -> config, structure, weights."""
+    check_batch: Callable[[PackedBatch, Any], None] = field(default=lambda batch, cfg: None)
+    """Raise UserError, on the host, where a batch does not fit what the update is compiled for."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether there is anything to train."""
+        return self.loss is not None
+
+
+def check_model_draft(cfg: Any, target: DecoderConfig) -> None:
+    """What every draft that is a model needs of its policy: vocabulary, width, tapped layers, positions."""
+    kind = type(cfg).__name__
+    if cfg.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft vocab_size={cfg.vocab_size} must equal the policy's {target.vocab_size}; "
+            f"use {kind}.for_target(policy)"
+        )
+    if cfg.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"draft hidden_size={cfg.hidden_size} must equal the policy's {target.hidden_size}, "
+            f"because the draft reads the policy's embeddings; use {kind}.for_target(policy)"
+        )
+    if cfg.tap_layers and cfg.tap_layers[-1] >= target.num_hidden_layers:
+        raise ValueError(
+            f"tap_layers={cfg.tap_layers} must be below num_hidden_layers={target.num_hidden_layers} of the "
+            "policy; layers are counted from 0"
+        )
+    if cfg.max_position_embeddings < target.max_position_embeddings:
+        raise ValueError(
+            f"draft max_position_embeddings={cfg.max_position_embeddings} must be >= the policy's "
+            f"{target.max_position_embeddings}, or drafts past it are noise; raise it in the draft's config"
+        )
+
+
+def check_tap_layers(tap_layers: tuple[int, ...]) -> None:
+    """Refuse taps that are not increasing layer numbers."""
+    if not tap_layers or list(tap_layers) != sorted(set(tap_layers)) or tap_layers[0] < 0:
+        raise ValueError(f"tap_layers={tap_layers} must be increasing layer numbers >= 0; give e.g. (0, 1)")
