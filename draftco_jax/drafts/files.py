@@ -117,7 +117,12 @@ def check_plain(settings: Settings) -> None:
         )
 
 
-def rope_theta_of(settings: Settings) -> float | None:
+def rotary_fraction_of(settings: Settings) -> float | None:
+    """Share of each head that is rotated; None where the file does not say."""
+    return settings.find("partial_rotary_factor", sections=("rope_parameters", "rope_scaling"))
+
+
+def rope_theta_of(settings: Settings, *, partial: bool = False) -> float | None:
     """Base of the plain rotation, as transformers 4 or 5 writes it; None where the file does not say. Scaling refused.
 
     The file's own rotation is obeyed, never the policy's: two drafts of one policy may differ in it.
@@ -127,7 +132,7 @@ def rope_theta_of(settings: Settings) -> float | None:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise settings.refusal(f"{key} of type {kind!r} is not supported; supported: plain rotary embedding")
-    if settings.raw.get("partial_rotary_factor", 1.0) != 1.0:
+    if not partial and rotary_fraction_of(settings) not in (None, 1.0):
         raise settings.refusal("partial_rotary_factor below 1 is not supported; supported: whole heads are rotated")
     return settings.find("rope_theta", sections=places)
 
@@ -179,6 +184,8 @@ def read_draft_tensors(folder: Path, keep: Callable[[str], bool] = lambda name: 
     """
     tensors: dict[str, np.ndarray] = {}
     for path, names in _shards(folder).items():
+        if names is not None and not any(map(keep, names)):
+            continue
         found = _read_file(path, keep)
         if names is not None and {n for n in names if keep(n)} != found.keys():
             wrong = sorted({n for n in names if keep(n)} ^ found.keys())[:4]
@@ -191,9 +198,12 @@ def read_draft_tensors(folder: Path, keep: Callable[[str], bool] = lambda name: 
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Names of all tensors of a checkpoint, without reading them."""
+    """Names of all tensors of a checkpoint, without reading them; of a sharded one, what its index promises."""
     names: set[str] = set()
-    for path in _shards(folder):
+    for path, promised in _shards(folder).items():
+        if promised is not None:
+            names |= promised
+            continue
         try:
             with safe_open(_existing(path), framework="np") as file:
                 names |= set(file.keys())
