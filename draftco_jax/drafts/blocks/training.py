@@ -69,6 +69,13 @@ def block_labels(
     return BlockLabels(index, jnp.cumprod(live, axis=-1) if cfg.cut_at_gap else live, documents)
 
 
+def previous_tokens(batch: PackedBatch, blocks: BlockLabels) -> Int[Array, "R C d"]:
+    """The token before each label, from the data; 0 past the end of the document, where no label is live."""
+    before = blocks.index - 1
+    own = at_index(batch.segment_ids, before) == blocks.documents[:, :, None]
+    return jnp.where(own, at_index(batch.tokens, before), 0)
+
+
 def at_index(values: Shaped[Array, "R T *rest"], index: Int[Array, "R *n"]) -> Shaped[Array, "R ..."]:
     """values[r, index[r, ...]]; every index lies in 0..T-1."""
     return jax.vmap(lambda v, i: v.at[i].get(mode="promise_in_bounds"))(values, index)
@@ -115,7 +122,7 @@ def forward(
     """
     states = block_states(draft, target, batch, anchors, keep)
     blocks = block_labels(batch, anchors, keep, draft.cfg)
-    previous = at_index(batch.tokens, blocks.index - 1)
+    previous = previous_tokens(batch, blocks)
     features, kernel = draft.label_features(states, previous, target.head)
     terms = label_terms(
         features, kernel, target if with_teacher else target._replace(hidden=None), batch, blocks, context
