@@ -173,3 +173,51 @@ def test_a_copied_text_that_passes_for_a_draw_from_the_policy_is_not_exact():
     found = law_of_three(0, [(1.0, [1, 1], NEW[[0, 1]])])
     np.testing.assert_allclose(found[1, 1], NEW[1], rtol=0, atol=1e-7)
     assert np.abs(found - expected_law(0)).max() > 0.1
+
+
+def test_two_rounds_on_one_earlier_text_leave_the_law_as_it_is():
+    """The second round goes on with a text that was left to chance twice: by its tokens, and by the bonus token.
+
+    The bonus token is drawn from p; where it happens to be the earlier text's, that text is a draw from q again.
+    """
+    graph, params = markov_policy()
+    olds = np.array(list(itertools.product(range(V), repeat=K + 2)), np.int32)
+    begun = np.concatenate([np.tile([[1, 0]], (len(olds), 1)), olds[:, : K + 1]], axis=1).astype(np.int32)
+
+    @jax.jit
+    def second(olds, text):
+        draft, batch = graph.merge(params), len(olds)
+        history = jnp.concatenate([text[:, :2], olds], axis=1)
+        state = draft.empty_state(batch, CAPACITY, Context(history, jnp.full((batch, 1), -1, jnp.int32)))
+        at, wide = jnp.full(batch, text.shape[1] - 1, jnp.int32), jnp.zeros((batch, text.shape[1] - 1, 0))
+        read = Features(text[:, :-1], text[:, 1:], wide, wide, jnp.zeros_like(at), at - 1)
+        state = draft.absorb(state, read, NO_TABLES)
+        return draft.propose(state, text[:, -1], at, jnp.zeros((batch, K)), SamplingConfig(), NO_TABLES)[0]
+
+    again = second(jnp.asarray(olds), jnp.asarray(begun))
+    assert (np.asarray(again.count) == 1).all() and (np.asarray(again.tokens[:, 0]) == olds[:, -1]).all()
+    rounds = {}
+
+    def verified(first, tokens, laws):
+        key = (first, *tokens, laws.tobytes())
+        if key not in rounds:
+            p = NEW[[first, *tokens]]
+            arrays = ((p, jnp.float32), (laws, jnp.float32), (tokens, jnp.int32))
+            rounds[key] = np.asarray(outcomes(*(jnp.asarray(a, d) for a, d in arrays)), np.float64)
+        return rounds[key]
+
+    total = np.zeros((V,) * (K + 2))
+    for old, tokens, laws in zip(olds, np.asarray(again.tokens), np.asarray(again.laws), strict=True):
+        weight, (first, second_draft, bonus, _) = chain(0, old, OLD), old
+        out = verified(0, [first, second_draft], OLD[[0, first]].astype(np.float32))
+        for accepted, final in itertools.product(range(K + 1), range(V)):
+            come = [*old[:accepted], final]
+            if accepted == K and final == bonus:  # the text is still the earlier one: a second round
+                last = verified(final, tokens.tolist(), laws)
+                law = last[0] + last[1:].sum() * (np.arange(V) == old[-1])
+                total[tuple(come)] += weight * out[accepted, final] * law
+                continue
+            for rest in itertools.product(range(V), repeat=K + 1 - accepted):
+                total[(*come, *rest)] += weight * out[accepted, final] * chain(final, rest, NEW)
+    expected = [chain(0, tokens, NEW) for tokens in itertools.product(range(V), repeat=K + 2)]
+    np.testing.assert_allclose(total.reshape(-1), expected, rtol=0, atol=1e-7)
