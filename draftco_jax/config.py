@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from draftco_jax.config_io import apply_overrides, load_python_config
-from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.drafts.base import DraftConfig
+from draftco_jax.drafts.catalog import family_of
 from draftco_jax.environments.catalog import TaskConfig
 from draftco_jax.errors import UserError
 from draftco_jax.models.qwen3 import Qwen3Config
@@ -105,9 +106,10 @@ class RunConfig:
     algorithm: GrpoConfig = GrpoConfig()
     speculation: Literal["off", "frozen", "cotrained"] = "cotrained"
     """off: plain decoding, no draft. frozen: the draft never changes. cotrained: it trains inside the update."""
-    draft: Eagle3Config | None = None
+    draft: DraftConfig | None = None
+    """Config of any family in the catalog."""
     draft_checkpoint: str | None = None
-    """Folder in EAGLE-3 layout, `shipped:NAME`, or none for random weights."""
+    """Folder in the family's official layout, `shipped:NAME`, or none for fresh weights."""
     draft_length: int = 4
     """k: tokens proposed per verify round."""
     draft_loss_weight: float = 1.0
@@ -163,12 +165,21 @@ def _check_draft(cfg: RunConfig) -> None:
         raise ValueError(
             f"draft=None with speculation={cfg.speculation} must be a draft config; give one, or speculation=off"
         )
+    family, longest = family_of(cfg.draft), cfg.draft.max_draft_length
     cfg.draft.check_target(cfg.policy)
-    if cfg.draft.draft_vocab_size < cfg.draft.vocab_size and cfg.draft_checkpoint is None:
+    cfg.draft.check_run(from_checkpoint=cfg.draft_checkpoint is not None)
+    if cfg.speculation == "cotrained" and not family.trained:
         raise ValueError(
-            f"draft.draft_vocab_size={cfg.draft.draft_vocab_size} is below vocab_size={cfg.draft.vocab_size} without "
-            "a map from draft ids to target ids; give a draft_checkpoint with d2t, or set it to vocab_size"
+            f"speculation=cotrained needs a draft with weights, but draft is {family.name}; use speculation=frozen"
         )
+    if cfg.draft_checkpoint is not None and family.load is None:
+        raise ValueError(f"draft_checkpoint={cfg.draft_checkpoint} must be none: {family.name} drafts have no weights")
+    for name, lengths in (("draft_length", (cfg.draft_length,)), ("speed.draft_lengths", cfg.speed.draft_lengths)):
+        if longest is not None and max(lengths) > longest:
+            raise ValueError(
+                f"{name}={max(lengths)} must be <= {longest}, the most this {family.name} draft proposes in a round; "
+                "lower it, or use a draft of a larger block"
+            )
 
 
 def resolve_checkpoint(name: str) -> Path:

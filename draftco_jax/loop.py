@@ -122,8 +122,12 @@ def train_step(
 
 def generate(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> Rollouts:
     """Roll out every prompt G times, on the host when it returns."""
-    request = build_request(prompts, run.cfg.rollout.samples_per_prompt, run.engine.shape, run.step_key(step))
-    return jax.device_get(run.engine.generate(weights.policy, weights.draft, request, run.draft_length))
+    samples = run.cfg.rollout.samples_per_prompt
+    request = build_request(prompts, samples, run.engine.shape, run.step_key(step), run.history)
+    rollouts = jax.device_get(run.engine.generate(weights.policy, weights.draft, request, run.draft_length))
+    if run.history is not None:
+        run.history.add(prompts, rollouts)
+    return rollouts
 
 
 def score_rollouts(run: Run, prompts: Sequence[Prompt], rollouts: Rollouts, version: PolicyVersion) -> ScoredRollouts:
@@ -157,7 +161,12 @@ def publish(run: Run, state: TrainState) -> Published:
 def evaluate(run: Run, weights: Published) -> dict[str, float]:
     """Pass rate and accepted length on the held-out prompts."""
     result = run.evaluator.run(
-        run.engine, weights.policy, weights.draft, run.evaluation_key, draft_length=run.draft_length
+        run.engine,
+        weights.policy,
+        weights.draft,
+        run.evaluation_key,
+        draft_length=run.draft_length,
+        history=run.history,
     )
     metrics = {"eval/pass_rate": result.pass_rate, "eval/prompts": float(result.prompts)}
     if result.accepted_length is not None:
@@ -167,7 +176,7 @@ def evaluate(run: Run, weights: Published) -> dict[str, float]:
 
 def _update_inputs(run: Run) -> tuple[Any, Any, Any]:
     """lambda, the reference policy of the penalty, and the draft that is evaluated without being trained."""
-    return jnp.float32(run.cfg.draft_loss_weight), run.reference, run.models.draft
+    return jnp.float32(run.cfg.draft_loss_weight), run.reference, run.twin
 
 
 def _rollout_metrics(scored: ScoredRollouts, seconds: float) -> dict[str, float]:
@@ -182,7 +191,10 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float) -> dict[str, float]
         "rollout/tokens_per_second": float(response_tokens.sum() / seconds),
     }
     stats = speculation_stats(rollouts)
+    if stats.acceptance_rate is not None:
+        metrics["rollout/acceptance_rate"] = stats.acceptance_rate
     if stats.accepted_length is not None and stats.accepted_length_papers is not None:
+        metrics["rollout/proposed_per_round"] = stats.proposed / stats.rounds
         metrics["rollout/rounds"] = float(stats.rounds)
         metrics["rollout/accepted_length"] = stats.accepted_length
         metrics["rollout/accepted_length_papers"] = stats.accepted_length_papers

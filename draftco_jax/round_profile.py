@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from draftco_jax.decoding.propose import propose_chain
+from draftco_jax.decoding.engine import no_context
+from draftco_jax.drafts.base import Context, Features, Shared
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.run import Run
 from draftco_jax.weight_sync import Published
+
+Graphs = tuple[ModelGraph, ModelGraph]
 
 _STEPS_PER_CALL = 40
 _CALLS = 20
@@ -23,19 +26,20 @@ def profile_round(run: Run, weights: Published, batch: int, draft_length: int) -
     """Milliseconds of the parts of a round, each the fastest of several calls of a compiled loop.
 
     policy_1_token is a step of plain decoding without its sampling; policy_block is the verify forward of k + 1 tokens;
-    draft_chain draws the k drafts; draft_block rewrites the draft's cache at the verified tokens. What a round takes
-    beyond their sum is rejection, bookkeeping and its share of prefill and dispatch.
+    draft_propose draws the k drafts; draft_absorb lets the draft read the verified tokens. What a round takes beyond
+    their sum is rejection, bookkeeping and its share of prefill and dispatch.
     """
     policy_graph, draft_graph = run.publisher.rollout_graphs(run.models.policy, run.models.draft)
     assert draft_graph is not None
+    graphs, context = (policy_graph, draft_graph), no_context(batch)
     capacity = run.engine.shape.prompt_capacity + run.engine.shape.max_new_tokens + draft_length
     start = jnp.full((batch,), run.engine.shape.prompt_capacity, jnp.int32)
     block = draft_length + 1
     return {
         "policy_1_token": _policy(policy_graph, weights, batch, 1, capacity, start),
         "policy_block": _policy(policy_graph, weights, batch, block, capacity, start),
-        "draft_chain": _chain(run, draft_graph, weights, batch, draft_length, capacity, start),
-        "draft_block": _draft(draft_graph, weights, batch, block, capacity, start),
+        "draft_propose": _propose(run, graphs, weights, context, draft_length, capacity, start),
+        "draft_absorb": _absorb(graphs, weights, context, block, capacity, start),
     }
 
 
@@ -54,41 +58,47 @@ def _policy(graph: ModelGraph, weights: Published, batch: int, tokens: int, capa
     return _milliseconds(jax.jit(program), weights.policy)
 
 
-def _draft(graph: ModelGraph, weights: Published, batch: int, tokens: int, capacity: int, start: Array) -> float:
-    def program(params: Any, embedding: Array) -> Array:
-        draft = graph.merge(params)
-        embeds = jnp.broadcast_to(embedding[1], (batch, tokens, embedding.shape[1]))
+def _shared(policy: Any, graph: ModelGraph) -> Shared:
+    module = graph.merge(policy)
+    return Shared(module.embed_tokens[...], module.head_kernel())
+
+
+def _absorb(graphs: Graphs, weights: Published, context: Context, tokens: int, capacity: int, start: Array) -> float:
+    def program(policy: Any, params: Any) -> Any:
+        draft, shared = graphs[1].merge(params), _shared(policy, graphs[0])
+        batch, width = start.shape[0], shared.embedding.shape[1]
+        ids = jnp.ones((batch, tokens), jnp.int32)
+        hidden = jnp.broadcast_to(shared.embedding[1], (batch, tokens, width))
+        taps = jnp.tile(hidden, (1, 1, len(draft.cfg.tap_layers)))
+        features = Features(ids, ids, taps, hidden, start, jnp.full_like(start, tokens - 1))
 
         def body(_: Array, carry: tuple) -> tuple:
-            hidden, cache = carry
-            hidden, cache = draft.step(embeds, 0.1 * hidden, start, cache)
-            return hidden, cache
-
-        return jax.lax.fori_loop(0, _STEPS_PER_CALL, body, (embeds, draft.empty_cache(batch, capacity)))[0]
-
-    return _milliseconds(jax.jit(program), weights.draft, weights.policy["embed_tokens"])
-
-
-def _chain(
-    run: Run, graph: ModelGraph, weights: Published, batch: int, draft_length: int, capacity: int, start: Array
-) -> float:
-    def program(params: Any, embedding: Array) -> Array:
-        draft = graph.merge(params)
-        uniforms = jax.random.uniform(run.speed_key, (batch, draft_length))
-
-        def body(_: Array, carry: tuple) -> tuple:
-            hidden, cache, total = carry
-            tokens, laws, cache = propose_chain(
-                draft, embedding, hidden, start, cache, uniforms, run.cfg.rollout.sampling
-            )
+            state, taps = carry
+            state = draft.absorb(state, features._replace(taps=taps), shared)
             # The next turn depends on all of this one, or the compiler would leave it out.
-            return 0.99 * hidden + laws[:, -1, :1], cache, total + jnp.sum(tokens)
+            return state, taps + 0.0 * sum(jnp.sum(leaf).astype(taps.dtype) for leaf in jax.tree.leaves(state))
 
-        hidden = jnp.broadcast_to(embedding[1], (batch, embedding.shape[1]))
-        carry = (hidden, draft.empty_cache(batch, capacity), jnp.int32(0))
-        return jax.lax.fori_loop(0, _STEPS_PER_CALL, body, carry)[2]
+        return jax.lax.fori_loop(0, _STEPS_PER_CALL, body, (draft.empty_state(batch, capacity, context), taps))
 
-    return _milliseconds(jax.jit(program), weights.draft, weights.policy["embed_tokens"])
+    return _milliseconds(jax.jit(program), weights.policy, weights.draft)
+
+
+def _propose(
+    run: Run, graphs: Graphs, weights: Published, context: Context, length: int, capacity: int, start: Array
+) -> float:
+    def program(policy: Any, params: Any) -> Any:
+        draft, shared = graphs[1].merge(params), _shared(policy, graphs[0])
+        uniforms = jax.random.uniform(run.speed_key, (start.shape[0], length))
+
+        def body(_: Array, carry: tuple) -> tuple:
+            state, newest, total = carry
+            proposal, state = draft.propose(state, newest, start, uniforms, run.cfg.rollout.sampling, shared)
+            return state, proposal.tokens[:, -1], total + jnp.sum(proposal.laws)
+
+        state = draft.empty_state(start.shape[0], capacity, context)
+        return jax.lax.fori_loop(0, _STEPS_PER_CALL, body, (state, jnp.ones_like(start), jnp.float32(0.0)))
+
+    return _milliseconds(jax.jit(program), weights.policy, weights.draft)
 
 
 def _milliseconds(program: Callable[..., Array], *arguments: Any) -> float:

@@ -17,7 +17,8 @@ from draftco_jax.config import RunConfig, resolve_checkpoint
 from draftco_jax.config_io import diff, to_json
 from draftco_jax.data.prompts import PromptBatches
 from draftco_jax.decoding.engine import Engine, EngineShape
-from draftco_jax.drafts.eagle3.checkpoint import load_draft
+from draftco_jax.drafts.base import DraftConfig
+from draftco_jax.drafts.catalog import family_of
 from draftco_jax.environments.base import Task
 from draftco_jax.environments.catalog import build_task
 from draftco_jax.errors import UserError
@@ -25,9 +26,9 @@ from draftco_jax.evaluation import Evaluator
 from draftco_jax.metrics import write_text_whole
 from draftco_jax.models.functional import ModelGraph, Params, graph_of, initialise
 from draftco_jax.models.hf_weights import load_policy
+from draftco_jax.rollout.history import RolloutHistory
 from draftco_jax.training.objective import ObjectiveSpec
 from draftco_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from draftco_jax.training.pretrain_draft import draft_from_policy
 from draftco_jax.training.update import Optimizers, TrainState, UpdateFn, init_state, make_update
 from draftco_jax.weight_sync import Publisher
 
@@ -68,6 +69,8 @@ class Run:
     update: UpdateFn
     prompts: PromptBatches
     evaluator: Evaluator
+    history: RolloutHistory | None
+    """Earlier rollouts, for a draft that copies from them."""
 
     @property
     def draft_length(self) -> int:
@@ -78,6 +81,12 @@ class Run:
     def reference(self) -> Params | None:
         """The policy that the KL penalty pulls towards; None where there is no penalty."""
         return self.models.policy if self.cfg.algorithm.kl_coefficient > 0 else None
+
+    @property
+    def twin(self) -> Params | None:
+        """The draft before the first step, evaluated in every update; None where there is nothing to train."""
+        trained = self.models.draft is not None and self.spec.draft_cfg is not None
+        return self.models.draft if trained else None
 
     @property
     def cotrained(self) -> bool:
@@ -159,10 +168,11 @@ def load_models(cfg: RunConfig, key: Array) -> Models:
         graph = graph_of(cfg.policy.build)
     if cfg.speculation == "off" or cfg.draft is None:
         return Models(graph, policy, None, None)
-    if cfg.draft_checkpoint is None:
+    family = family_of(cfg.draft)
+    if cfg.draft_checkpoint is None or family.load is None:
         draft_graph, draft = initialise(cfg.draft.build, jax.random.fold_in(key, _DRAFT_KEY))
-        return Models(graph, policy, draft_graph, draft_from_policy(draft, policy))
-    found_draft, draft_graph, draft = load_draft(resolve_checkpoint(cfg.draft_checkpoint), training=cfg.draft)
+        return Models(graph, policy, draft_graph, family.from_policy(draft, policy))
+    found_draft, draft_graph, draft = family.load(resolve_checkpoint(cfg.draft_checkpoint), cfg.draft)
     if found_draft != cfg.draft:
         raise _other_sizes("draft", cfg.draft_checkpoint, found_draft, cfg.draft)
     return Models(graph, policy, draft_graph, draft)
@@ -199,15 +209,15 @@ def set_up(cfg: RunConfig) -> Run:
     publisher = Publisher(models.policy_graph, models.draft_graph)
     graphs = publisher.rollout_graphs(models.policy, models.draft)
     engine = Engine(*graphs, shape=_engine_shape(cfg, task), sampling=cfg.rollout.sampling)
-    draft_on = cfg.draft if models.draft is not None else None
     spec = ObjectiveSpec(
         policy_graph=models.policy_graph,
         draft_graph=models.draft_graph,
-        tap_layers=draft_on.tap_layers if draft_on else (),
+        draft_cfg=_trained_draft(cfg),
         algorithm=cfg.algorithm,
         sampling=cfg.rollout.sampling,
         chunk_tokens=cfg.chunk_tokens,
         draft_length=cfg.draft_length,
+        seed=cfg.seed,
     )
     optimizers = Optimizers(
         policy=make_optimizer(cfg.policy_optimizer, cfg.steps),
@@ -222,10 +232,23 @@ def set_up(cfg: RunConfig) -> Run:
         engine=engine,
         optimizers=optimizers,
         spec=spec,
-        update=make_update(spec, draft_on, optimizers),
+        update=make_update(spec, optimizers),
         prompts=PromptBatches(task, cfg.rollout.prompts_per_step, cfg.seed),
         evaluator=Evaluator(held_out, cfg.evaluation.prompts),
+        history=_history(cfg),
     )
+
+
+def _trained_draft(cfg: RunConfig) -> DraftConfig | None:
+    """The draft whose loss the update computes, for the draft itself or for its frozen twin."""
+    return cfg.draft if cfg.speculation != "off" and cfg.draft is not None and family_of(cfg.draft).trained else None
+
+
+def _history(cfg: RunConfig) -> RolloutHistory | None:
+    """A memory where the draft copies texts: of earlier rollouts, or (room 0) of the siblings of its batch only."""
+    if cfg.speculation == "off" or cfg.draft is None or family_of(cfg.draft).trained:
+        return None
+    return RolloutHistory(*cfg.draft.memory)
 
 
 def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainState:
@@ -246,12 +269,15 @@ def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainS
                 "started from; put them back, or choose another run directory"
             )
     run.prompts.set_state(restored.data["prompts"])
+    if run.history is not None:
+        run.history.set_state(restored.data["history"])
     return restored.state
 
 
 def resume_data(run: Run) -> dict[str, Any]:
     """What a checkpoint keeps beside the state: the data position, and which weights the run started from."""
-    return {"prompts": run.prompts.get_state(), "starting_weights": run.models.fingerprints}
+    data = {"prompts": run.prompts.get_state(), "starting_weights": run.models.fingerprints}
+    return data if run.history is None else data | {"history": run.history.get_state()}
 
 
 def _engine_shape(cfg: RunConfig, task: Task) -> EngineShape:

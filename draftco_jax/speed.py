@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -66,7 +67,9 @@ def _turn_requests(run: Run, batch: int, turn: int) -> list[Request]:
     prompts, requests = run.evaluator.prompts, []
     for number in range(turn * CALLS_PER_TURN, (turn + 1) * CALLS_PER_TURN):
         chosen = tuple(prompts[(number * batch + i) % len(prompts)] for i in range(batch))
-        requests.append(build_request(chosen, 1, run.engine.shape, jax.random.fold_in(run.speed_key, number)))
+        requests.append(
+            build_request(chosen, 1, run.engine.shape, jax.random.fold_in(run.speed_key, number), run.history)
+        )
     return requests
 
 
@@ -105,10 +108,10 @@ def step_speed(run: Run, state: TrainState, weights: Published, batch: PackedBat
     """
     cfg = run.cfg
     prompts = tuple(run.task.problem(i) for i in range(cfg.rollout.prompts_per_step))
-    request = build_request(prompts, cfg.rollout.samples_per_prompt, run.engine.shape, run.speed_key)
+    request = build_request(prompts, cfg.rollout.samples_per_prompt, run.engine.shape, run.speed_key, run.history)
     weight, reference = jnp.float32(cfg.draft_loss_weight), run.reference
     policy_only = Optimizers(run.optimizers.policy, None)
-    update_plain = make_update(run.spec, None, policy_only)
+    update_plain = make_update(replace(run.spec, draft_graph=None, draft_cfg=None), policy_only)
     state_plain = init_state(state.policy, None, policy_only)
     calls: dict[str, Callable[[], Any]] = {
         "generate_plain": lambda: run.engine.generate(weights.policy, None, request, PLAIN),
@@ -117,7 +120,7 @@ def step_speed(run: Run, state: TrainState, weights: Published, batch: PackedBat
     }
     if run.cotrained:
         calls["update_joint"] = lambda: run.update(state, batch, weight, reference, None)
-        calls["update_twin"] = lambda: run.update(state, batch, weight, reference, run.models.draft)
+        calls["update_twin"] = lambda: run.update(state, batch, weight, reference, run.twin)
     seconds = compare(calls, max(5, cfg.speed.repetitions // 3))
     update = seconds["update_joint" if run.cotrained else "update_plain"]
     plain = [a + b for a, b in zip(seconds["generate_plain"], seconds["update_plain"], strict=True)]

@@ -60,7 +60,8 @@ def summarise_run(
         "accepted_length_start": first.get("eval/accepted_length"),
         "accepted_length_end": last.get("eval/accepted_length"),
         "accepted_length_frozen_end": _accepted_length(run, state, run.models.draft),
-        "accepted_length_untrained": _accepted_length(run, state, run.untrained_draft()),
+        # A draft without weights and without a memory proposes nothing, so that each round commits one token.
+        "accepted_length_untrained": _accepted_length(run, state, run.untrained_draft()) if run.twin else 1.0,
     }
     if cfg.speed.repetitions > 0:
         stage("timing plain and speculative rollouts in turn")
@@ -77,7 +78,12 @@ def _accepted_length(run: Run, state: TrainState, draft: Params) -> float | None
     """Accepted length of another draft with the final policy, on the held-out prompts."""
     weights = run.publisher.publish(state.policy, draft, PolicyVersion(int(state.step)))
     return run.evaluator.run(
-        run.engine, weights.policy, weights.draft, run.evaluation_key, draft_length=run.draft_length
+        run.engine,
+        weights.policy,
+        weights.draft,
+        run.evaluation_key,
+        draft_length=run.draft_length,
+        history=run.history,
     ).accepted_length
 
 
@@ -125,8 +131,8 @@ def _limits(
         f"token; with {drafted} drafted tokens a verify round takes {best['round_milliseconds']:.3f} ms, as long as "
         f"{cost:.2f} plain tokens, and commits {best['accepted_length']:.2f}. Its parts, each timed alone: policy over "
         f"{drafted + 1} tokens {parts['policy_block']:.3f} ms (over one token {parts['policy_1_token']:.3f}), drawing "
-        f"the drafts {parts['draft_chain']:.3f}, draft over the verified tokens {parts['draft_block']:.3f}; the rest "
-        f"is rejection, bookkeeping, prefill and dispatch. Training batch of {rows} sequences: rollouts run at "
+        f"the drafts {parts['draft_propose']:.3f}, draft over the verified tokens {parts['draft_absorb']:.3f}; the "
+        f"rest is rejection, bookkeeping, prefill and dispatch. Training batch of {rows} sequences: rollouts run at "
         f"{steps['training_batch_rollout_speedup']:.2f}x of plain with {run.draft_length} drafted tokens. Speculation "
         "trades arithmetic for passes over the weights; it gains where a pass over the weights costs more than the "
         "arithmetic of a few tokens, that is with larger policies at small batch, and loses where a few tokens cost a "

@@ -56,6 +56,7 @@ class Rollouts(NamedTuple):
     rounds: jax.Array  # i32[B] verify rounds; 0 in plain decode
     committed: jax.Array  # i32[B] tokens committed by verify rounds (the one sampled at prefill is not in it)
     accepted: jax.Array  # i32[B, K] rounds in which draft 1..K was accepted; K = 0 in plain decode
+    proposed: jax.Array  # i32[B] drafts proposed in all rounds: K a round, fewer where a draft had less to say
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ class PackedBatch(NamedTuple):
     label_mask: jax.Array  # f32[R, T] 1 where this token was sampled by the policy and is trained on
     label_logprobs: jax.Array  # f32[R, T] behaviour log-prob of this token, 0 where label_mask is 0
     label_advantages: jax.Array  # f32[R, T] advantage of the token's sequence, 0 where label_mask is 0
+    label_rewards: jax.Array  # f32[R, T] reward of the token's sequence, 0 where label_mask is 0
+    sample_ids: jax.Array  # i32[R, T] number of the token's sequence, the same after a resume; 0 on padding
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from draftco_jax.data.packing import pack, pack_supervised
 from draftco_jax.decoding.engine import Engine, EngineShape
 from draftco_jax.drafts.eagle3.checkpoint import save_draft
 from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.drafts.eagle3.training import from_policy
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
 from draftco_jax.evaluation import Evaluation, Evaluator, build_request
 from draftco_jax.models.functional import ModelGraph, Params, initialise
@@ -32,7 +33,7 @@ from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.rewards.exact import score
 from draftco_jax.training.fine_tune import fine_tune
 from draftco_jax.training.optimizer import OptimizerConfig
-from draftco_jax.training.pretrain_draft import draft_from_policy, pretrain_draft
+from draftco_jax.training.pretrain_draft import pretrain_draft
 from draftco_jax.types import PackedBatch, PolicyVersion, ScoredRollouts
 from draftco_jax.weight_sync import Publisher
 
@@ -125,12 +126,13 @@ def make_draft(
         policy_graph,
         policy,
         graph,
-        draft_from_policy(draft, policy),
+        from_policy(draft, policy),
         cfg,
         (batches[i] for i in iter(lambda: int(rng.integers(len(batches))), -1)),
         OptimizerConfig(learning_rate=recipe.draft_learning_rate, schedule="cosine", warmup_steps=10),
         steps=recipe.draft_steps,
         sampling=SamplingConfig(),
+        draft_length=4,
         on_step=log,
     )
     return cfg, graph, draft

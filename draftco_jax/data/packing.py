@@ -25,6 +25,8 @@ class _Documents(NamedTuple):
     lengths: Int[np.ndarray, " B"]
     logprobs: Float[np.ndarray, "B S"]
     advantages: Float[np.ndarray, " B"]
+    rewards: Float[np.ndarray, " B"]
+    sample_ids: Int[np.ndarray, " B"]
 
 
 class _Places(NamedTuple):
@@ -57,6 +59,8 @@ def pack(
         lengths=np.asarray(rollouts.lengths),
         logprobs=np.asarray(rollouts.logprobs),
         advantages=np.asarray(advantages).reshape(-1),
+        rewards=np.asarray(scored.rewards, np.float32).reshape(-1),
+        sample_ids=_sample_ids(scored),
     )
     return _lay_out(documents, row_tokens, rows)
 
@@ -64,7 +68,8 @@ def pack(
 def pack_supervised(examples: Sequence[tuple[Sequence[int], Sequence[int]]], row_tokens: int, rows: int) -> PackedBatch:
     """Training rows of demonstrations given as (prompt ids, response ids), the response with its end-of-sequence.
 
-    The label mask covers the response. Nobody sampled these tokens: their log-probs and advantages are 0 throughout.
+    The label mask covers the response. Nobody sampled these tokens: their log-probs, advantages and rewards are 0
+    throughout. Sample ids are the places in `examples`.
     """
     prompt_lengths = np.array([len(prompt) for prompt, _ in examples], np.int32)
     lengths = np.array([len(prompt) + len(response) for prompt, response in examples], np.int32)
@@ -72,8 +77,9 @@ def pack_supervised(examples: Sequence[tuple[Sequence[int], Sequence[int]]], row
     for row, (prompt, response) in zip(tokens, examples, strict=True):
         row[: len(prompt) + len(response)] = (*prompt, *response)
     no_logprobs = np.zeros(tokens.shape, np.float32)
-    no_advantages = np.zeros(len(examples), np.float32)
-    return _lay_out(_Documents(tokens, prompt_lengths, lengths, no_logprobs, no_advantages), row_tokens, rows)
+    none = np.zeros(len(examples), np.float32)
+    ids = np.arange(len(examples), dtype=np.int32)
+    return _lay_out(_Documents(tokens, prompt_lengths, lengths, no_logprobs, none, none, ids), row_tokens, rows)
 
 
 def _lay_out(documents: _Documents, row_tokens: int, rows: int) -> PackedBatch:
@@ -94,6 +100,7 @@ def _lay_out(documents: _Documents, row_tokens: int, rows: int) -> PackedBatch:
     # where, not a product: a prompt cell of the buffer may hold NaN.
     logprobs = np.where(sampled, documents.logprobs[document, index], 0.0)
     advantages = np.where(sampled, documents.advantages[document], 0.0)
+    rewards = np.where(sampled, documents.rewards[document], 0.0)
     return PackedBatch(
         tokens=scatter(documents.tokens[document, index], np.int32),
         positions=scatter(index, np.int32),
@@ -101,7 +108,17 @@ def _lay_out(documents: _Documents, row_tokens: int, rows: int) -> PackedBatch:
         label_mask=scatter(sampled, np.float32),
         label_logprobs=scatter(logprobs, np.float32),
         label_advantages=scatter(advantages, np.float32),
+        label_rewards=scatter(rewards, np.float32),
+        sample_ids=scatter(documents.sample_ids[document], np.int32),
     )
+
+
+def _sample_ids(scored: ScoredRollouts) -> Int[np.ndarray, " B"]:
+    """prompt id * G + place in the group: a number that a resumed run gives again. Wraps round past 2^31."""
+    group = scored.rewards.shape[1]
+    prompts = np.array([prompt.prompt_id for prompt in scored.prompts], np.int64)
+    ids = prompts[:, None] * group + np.arange(group)[None, :]
+    return (ids.reshape(-1) & 0x7FFFFFFF).astype(np.int32)
 
 
 def _first_fit(lengths: Int64[np.ndarray, " B"], row_tokens: int, rows: int) -> _Places:

@@ -6,6 +6,8 @@
 Requests of a batch advance by their own accepted lengths. Nothing is copied to roll back: caches continue from an
 earlier position (`models.kv_cache`). A request's tokens depend on its own key, prompt and weights only.
 
+What proposes is a draft of any family (`drafts.base.Draft`): the loop knows its state by name only.
+
 Letters: B requests, L prompt capacity, M new-token capacity, k drafts, r = k + 1 rows of a verify block, V vocabulary,
 D width, A taps width.
 """
@@ -20,9 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from draftco_jax.decoding.propose import propose_chain
 from draftco_jax.decoding.rejection import verify
-from draftco_jax.drafts.eagle3.module import Eagle3
+from draftco_jax.drafts.base import Context, Draft, Features, Shared
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.kv_cache import Cache
 from draftco_jax.models.transformer import Decoder
@@ -55,6 +56,7 @@ class Request(NamedTuple):
     prompts: jax.Array  # i32[B, L] right-padded
     prompt_lengths: jax.Array  # i32[B], 1..L
     keys: jax.Array  # key[B], one per request
+    context: Context  # what a draft that matches texts reads beside the prompt; empty for others
 
 
 class _Output(NamedTuple):
@@ -69,6 +71,7 @@ class _Output(NamedTuple):
 class _Stats(NamedTuple):
     rounds: jax.Array  # i32[B]
     committed: jax.Array  # i32[B]
+    proposed: jax.Array  # i32[B]
     accepted: jax.Array  # i32[B, k]
 
 
@@ -103,57 +106,64 @@ def generate_plain(
         return newest, cache, out, step + 1
 
     out = jax.lax.while_loop(running, body, (newest, cache, out, jnp.int32(1)))[2]
-    zeros = jnp.zeros_like(out.count)
-    return _assemble(request, out, _Stats(zeros, zeros, jnp.zeros((zeros.shape[0], 0), jnp.int32)), shape)
+    return _assemble(request, out, _no_stats(out, 0), shape)
 
 
 def generate_speculative(
     graphs: tuple[ModelGraph, ModelGraph], weights: tuple[Weights, Weights], request: Request, *,
     shape: EngineShape, sampling: SamplingConfig, draft_length: int,
 ) -> Rollouts:  # fmt: skip
-    """Speculative decoding with a chain draft; the output law is that of `generate_plain`."""
+    """Speculative decoding; the output law is that of `generate_plain`, whatever the draft is."""
     policy: Decoder = graphs[0].merge(weights[0])
-    draft: Eagle3 = graphs[1].merge(weights[1])
-    taps_of, k = draft.cfg.tap_layers, draft_length
-    embedding = policy.embed_tokens[...]
+    draft: Draft = graphs[1].merge(weights[1])
+    shared, k = Shared(policy.embed_tokens[...], policy.head_kernel()), draft_length
+    taps_of = draft.cfg.tap_layers
     uniforms = _uniforms(request, shape, k)
-    logits, taps, cache = _prefill(policy, request, shape, k, taps_of)
+    logits, prompt, cache = _prefill(policy, request, shape, k, taps_of)
     newest, out = _first_token(logits, uniforms, request, shape, sampling, k)
-    hidden, draft_cache = _draft_prefill(draft, embedding, taps, newest, request, shape, k)
-    stats = _Stats(jnp.zeros_like(out.count), jnp.zeros_like(out.count), jnp.zeros((out.count.shape[0], k), jnp.int32))
+    state = draft.empty_state(newest.shape[0], _capacity(shape, k), request.context)
+    state = draft.absorb(state, _prompt_features(request, prompt, newest), shared)
+    stats = _no_stats(out, k)
 
     def running(carry: tuple) -> Bool[Array, ""]:
-        return ~jnp.all(_done(carry[4], shape))
+        return ~jnp.all(_done(carry[3], shape))
 
     def body(carry: tuple) -> tuple:
-        newest, hidden, cache, draft_cache, out, stats = carry
+        newest, state, cache, out, stats = carry
         anchor = request.prompt_lengths + out.count - 1  # position of the newest committed token
         ahead = slice_rows(uniforms, anchor + 1, k + 1)
-        drafts, q, draft_cache = propose_chain(
-            draft, embedding, hidden, anchor, draft_cache, ahead[:, :k, PROPOSE], sampling
-        )
+        (drafts, q, proposed), state = draft.propose(state, newest, anchor, ahead[:, :k, PROPOSE], sampling, shared)
         block = jnp.concatenate([newest[:, None], drafts], axis=1)
-        states, taps, cache = policy.step(block, anchor, cache, tap_layers=taps_of)
-        laws = log_law(policy.logits(states), sampling)
+        hidden, taps, cache = policy.step(block, anchor, cache, tap_layers=taps_of)
+        laws = log_law(policy.logits(hidden), sampling)
         accepted, final = verify(jnp.exp(laws), q, drafts, ahead[:, :k, ACCEPT], ahead[:, :, COMMIT])
         tokens = _committed_tokens(drafts, accepted, final)
-        out, stats, count = _commit(out, stats, tokens, pick(laws, tokens), accepted, shape)
-        # Rewrite the draft's cache at the verified indices from TRUE target features: index s reads taps_s, x_{s+1}.
-        fused = draft.fc(taps)
-        states, draft_cache = draft.step(embedding.at[tokens].get(mode="promise_in_bounds"), fused, anchor, draft_cache)
+        out, stats, count = _commit(out, stats, tokens, pick(laws, tokens), accepted, proposed, shape)
         last = jnp.maximum(count - 1, 0)
-        newest, hidden = jnp.where(count > 0, pick(tokens, last), newest), row_at(states, last)
-        return newest, hidden, cache, draft_cache, out, stats
+        # The draft reads the TRUE target features of the verified indices, over whatever it guessed there.
+        state = draft.absorb(state, Features(block, tokens, taps, hidden, anchor, last), shared)
+        return jnp.where(count > 0, pick(tokens, last), newest), state, cache, out, stats
 
-    carry = (newest, hidden, cache, draft_cache, out, stats)
-    *_, out, stats = jax.lax.while_loop(running, body, carry)
+    *_, out, stats = jax.lax.while_loop(running, body, (newest, state, cache, out, stats))
     return _assemble(request, out, stats, shape)
+
+
+class _Prompt(NamedTuple):
+    """What the policy made of the padded prompts."""
+
+    taps: jax.Array  # [B, L, A]
+    hidden: jax.Array  # [B, L, D]
+
+
+def _no_stats(out: _Output, k: int) -> _Stats:
+    zeros = jnp.zeros_like(out.count)
+    return _Stats(zeros, zeros, zeros, jnp.zeros((zeros.shape[0], k), jnp.int32))
 
 
 def _prefill(
     policy: Decoder, request: Request, shape: EngineShape, lookahead: int, tap_layers: tuple[int, ...]
-) -> tuple[Float[Array, "B V"], Float[Array, "B L A"], Cache]:
-    """Run the padded prompts; logits at each prompt's last token, taps everywhere, caches filled.
+) -> tuple[Float[Array, "B V"], _Prompt, Cache]:
+    """Run the padded prompts; logits at each prompt's last token, taps and states everywhere, caches filled.
 
     Capacity covers the last token a request may commit and a full block of drafts after it, so no write is clamped.
     """
@@ -161,7 +171,7 @@ def _prefill(
     cache = policy.empty_cache(batch, _capacity(shape, lookahead))
     start = jnp.zeros((batch,), jnp.int32)
     hidden, taps, cache = policy.step(request.prompts, start, cache, tap_layers=tap_layers)
-    return policy.logits(row_at(hidden, request.prompt_lengths - 1)), taps, cache
+    return policy.logits(row_at(hidden, request.prompt_lengths - 1)), _Prompt(taps, hidden), cache
 
 
 def _first_token(
@@ -185,24 +195,13 @@ def _first_token(
     return token, out
 
 
-def _draft_prefill(
-    draft: Eagle3,
-    embedding: Float[Array, "V D"],
-    taps: Float[Array, "B L A"],
-    newest: Int[Array, " B"],
-    request: Request,
-    shape: EngineShape,
-    lookahead: int,
-) -> tuple[Float[Array, "B D"], Cache]:
-    """Fill the draft's cache from the prompt; its state at the last prompt index, from which d_1 is drawn."""
-    batch, length = request.prompts.shape
+def _prompt_features(request: Request, prompt: _Prompt, newest: Int[Array, " B"]) -> Features:
+    """The prompts as a draft absorbs them: the token after the last one is the newest."""
+    last = request.prompt_lengths - 1
     following = jnp.concatenate([request.prompts[:, 1:], jnp.zeros_like(request.prompts[:, :1])], axis=1)
-    at_last = jnp.arange(length)[None, :] == (request.prompt_lengths - 1)[:, None]
+    at_last = jnp.arange(following.shape[1])[None, :] == last[:, None]
     following = jnp.where(at_last, newest[:, None], following)
-    cache = draft.empty_cache(batch, _capacity(shape, lookahead))
-    start = jnp.zeros((batch,), jnp.int32)
-    states, cache = draft.step(embedding.at[following].get(mode="promise_in_bounds"), draft.fc(taps), start, cache)
-    return row_at(states, request.prompt_lengths - 1), cache
+    return Features(request.prompts, following, prompt.taps, prompt.hidden, jnp.zeros_like(last), last)
 
 
 def _committed_tokens(
@@ -220,6 +219,7 @@ def _commit(
     tokens: Int[Array, "B r"],
     logprobs: Float[Array, "B r"],
     accepted: Int[Array, " B"],
+    proposed: Int[Array, " B"],
     shape: EngineShape,
 ) -> tuple[_Output, _Stats, Int[Array, " B"]]:
     """Append a round's tokens up to the first stop token and the length limit; how many were committed."""
@@ -239,7 +239,9 @@ def _commit(
     )
     reached = (jnp.arange(tokens.shape[1] - 1)[None, :] < accepted[:, None]) & live[:, None]
     rounds, reached = live.astype(jnp.int32), reached.astype(jnp.int32)
-    stats = _Stats(stats.rounds + rounds, stats.committed + count, stats.accepted + reached)
+    stats = _Stats(
+        stats.rounds + rounds, stats.committed + count, stats.proposed + rounds * proposed, stats.accepted + reached
+    )
     return out, stats, count
 
 
@@ -264,6 +266,7 @@ def _assemble(request: Request, out: _Output, stats: _Stats, shape: EngineShape)
         rounds=stats.rounds,
         committed=stats.committed,
         accepted=stats.accepted,
+        proposed=stats.proposed,
     )
 
 
@@ -338,3 +341,8 @@ class Engine:
 def request_keys(key: Key[Array, ""], count: int) -> Key[Array, " B"]:
     """One key per request: fold_in(key, i), so that request i keeps its key in a larger or smaller batch."""
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
+
+
+def no_context(batch: int) -> Context:
+    """The context of requests whose draft matches no texts."""
+    return Context(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), jnp.int32))

@@ -18,6 +18,7 @@ class SpeculationStats(NamedTuple):
     rounds: int
     committed: int
     accepted: tuple[int, ...]  # per drafted position
+    proposed: int
 
     @property
     def accepted_length(self) -> float | None:
@@ -28,6 +29,11 @@ class SpeculationStats(NamedTuple):
     def accepted_length_papers(self) -> float | None:
         """1 + accepted drafts / rounds: the published form, which also counts what a stop then cut off."""
         return 1.0 + sum(self.accepted) / self.rounds if self.rounds else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted drafts / proposed drafts; a slot in which nothing was proposed is in neither."""
+        return sum(self.accepted) / self.proposed if self.proposed else None
 
     @property
     def acceptance_rate_by_position(self) -> tuple[float, ...]:
@@ -42,4 +48,5 @@ def speculation_stats(rollouts: Rollouts) -> SpeculationStats:
         rounds=int(np.asarray(rollouts.rounds).sum()),
         committed=int(np.asarray(rollouts.committed).sum()),
         accepted=tuple(int(a) for a in accepted),
+        proposed=int(np.asarray(rollouts.proposed).sum()),
     )

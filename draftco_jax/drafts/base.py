@@ -157,6 +157,11 @@ class DraftConfig:
         """Most tokens the draft can propose in a round; None: no limit."""
         return None
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Tokens of earlier rollouts that a request is given, and that a run remembers in all; (0, 0): none."""
+        return 0, 0
+
     def check_target(self, target: DecoderConfig) -> None:
         """Raise ValueError where this draft cannot read that policy."""
 

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from draftco_jax.drafts.base import DraftConfig, DraftFamily
+from draftco_jax.drafts.dflash import DFLASH
+from draftco_jax.drafts.dspark import DSPARK
 from draftco_jax.drafts.eagle3 import EAGLE3
+from draftco_jax.drafts.mtp import MTP
+from draftco_jax.drafts.ngram import NGRAM
+from draftco_jax.drafts.previous import PREVIOUS
+from draftco_jax.drafts.suffix import SUFFIX
 from draftco_jax.errors import UserError
 
 
@@ -24,7 +30,7 @@ def catalog_of(families: Iterable[DraftFamily]) -> Mapping[str, DraftFamily]:
     return MappingProxyType(by_name)
 
 
-FAMILIES = catalog_of((EAGLE3,))
+FAMILIES = catalog_of((EAGLE3, DFLASH, DSPARK, MTP, NGRAM, SUFFIX, PREVIOUS))
 
 
 def draft_configs() -> tuple[type[DraftConfig], ...]:

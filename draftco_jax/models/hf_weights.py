@@ -7,7 +7,7 @@ map from tree path to tensor name is a rule, not a table.
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from draftco_jax.config_io import from_json
+from draftco_jax.config_io import from_json, to_json
 from draftco_jax.errors import UserError
 from draftco_jax.models.functional import Params, abstract_params
 from draftco_jax.models.qwen3 import Qwen3Config
@@ -100,7 +100,11 @@ def read_config(path: Path) -> dict[str, Any]:
 def config_from(cls: type[Config], values: dict[str, Any], path: Path) -> Config:
     """The config dataclass with these values, its own defaults for absent ones; every value is checked."""
     stated = fields(cast(Any, cls))
-    defaults = {field.name: field.default for field in stated if field.default is not MISSING}
+    defaults = {
+        field.name: to_json(field.default) if is_dataclass(field.default) else field.default
+        for field in stated
+        if field.default is not MISSING
+    }
     known = {field.name: values[field.name] for field in stated if field.name in values}
     try:
         return from_json(cls, {"type": cls.__name__} | defaults | known)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Key
 
-from draftco_jax.drafts.eagle3 import training as eagle3_training
-from draftco_jax.drafts.eagle3.training import DraftReport, Target
+from draftco_jax.drafts.base import DraftConfig, DraftReport, Target, TrainingContext
+from draftco_jax.drafts.catalog import family_of
 from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.policy import clipped_surrogate, kl_k3
 from draftco_jax.models.functional import ModelGraph
@@ -54,12 +54,28 @@ class ObjectiveSpec:
 
     policy_graph: ModelGraph
     draft_graph: ModelGraph | None
-    tap_layers: tuple[int, ...]
+    draft_cfg: DraftConfig | None
     algorithm: GrpoConfig
     sampling: SamplingConfig
     chunk_tokens: int
     draft_length: int
     """k of the rollouts."""
+    seed: int = 0
+    """Root of what a draft's loss draws at random (its anchors)."""
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Policy layers whose outputs the draft reads."""
+        return self.draft_cfg.tap_layers if self.draft_cfg is not None else ()
+
+    @property
+    def context(self) -> TrainingContext:
+        """What the draft's loss is told."""
+        return TrainingContext(self.sampling, self.chunk_tokens, self.draft_length)
+
+    def draft_key(self, step: Int[Array, ""]) -> Key[Array, ""]:
+        """Key of the draft's loss: a function of the seed and of the optimizer steps taken."""
+        return jax.random.fold_in(jax.random.key(self.seed), step)
 
 
 class Counts(NamedTuple):
@@ -69,9 +85,11 @@ class Counts(NamedTuple):
     draft_labels: jax.Array
 
 
-def global_counts(batch: PackedBatch, draft_cfg: Any | None) -> Counts:
+def global_counts(batch: PackedBatch, draft_cfg: DraftConfig | None, key: Key[Array, ""]) -> Counts:
     """Denominators of one batch; with several shards or micro-batches, their sum is passed to each."""
-    labels = eagle3_training.denominator(batch, draft_cfg) if draft_cfg is not None else jnp.float32(0.0)
+    labels = jnp.float32(0.0)
+    if draft_cfg is not None and (denominator := family_of(draft_cfg).denominator) is not None:
+        labels = denominator(batch, draft_cfg, key)
     return Counts(jnp.sum(batch.label_mask), labels)
 
 
@@ -83,6 +101,7 @@ def objective(
     reference: Params | None,
     frozen_draft: Params | None,
     spec: ObjectiveSpec,
+    key: Key[Array, ""],
 ) -> tuple[Float32[Array, ""], dict[str, Array]]:
     """The joint loss and its metrics.
 
@@ -94,6 +113,7 @@ def objective(
         reference: initial policy for the k3 penalty, or None.
         frozen_draft: a draft that is only evaluated on the same forward, or None.
         spec: compiled-in choices.
+        key: `spec.draft_key(step)`, the same that the counts were made with.
     """
     policy: Decoder = spec.policy_graph.merge(params["policy"])
     hidden, taps = policy(batch.tokens, batch.positions, batch.segment_ids, tap_layers=spec.tap_layers)
@@ -101,16 +121,11 @@ def objective(
     target = Target(taps, hidden, policy.head_kernel(), policy.embed_tokens[...])
 
     def draft_terms(draft_params: Params) -> tuple[Array, DraftReport]:
-        assert spec.draft_graph is not None
-        return eagle3_training.passes_loss(
-            spec.draft_graph.merge(draft_params),
-            target,
-            batch,
-            sampling=spec.sampling,
-            denominator=counts.draft_labels,
-            chunk_tokens=spec.chunk_tokens,
-            draft_length=spec.draft_length,
-        )
+        assert spec.draft_graph is not None and spec.draft_cfg is not None
+        loss = family_of(spec.draft_cfg).loss
+        assert loss is not None, "a family without a loss has no parameters"
+        draft = spec.draft_graph.merge(draft_params)
+        return loss(draft, target, batch, denominator=counts.draft_labels, key=key, context=spec.context)
 
     if "draft" in params:
         draft_loss, report = draft_terms(params["draft"])
@@ -183,4 +198,4 @@ def _draft_metrics(group: str, report: DraftReport, *, with_losses: bool) -> dic
         metrics[f"{group}/tv_pass_{k + 1}"] = 1.0 - report.acceptances[k]
         if with_losses:
             metrics[f"{group}/loss_pass_{k + 1}"] = report.losses[k]
-    return metrics
+    return metrics | {f"{group}/{name}": value for name, value in report.extra.items()}

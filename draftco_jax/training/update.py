@@ -46,9 +46,9 @@ def init_state(policy: Params, draft: Params | None, optimizers: Optimizers) -> 
 UpdateFn = Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
-def make_update(spec: ObjectiveSpec, draft_cfg: Any | None, optimizers: Optimizers) -> UpdateFn:
+def make_update(spec: ObjectiveSpec, optimizers: Optimizers) -> UpdateFn:
     """Compile ``update(state, batch, draft_loss_weight, reference, frozen_draft) -> (state, metrics)``."""
-    return jax.jit(partial(update, spec=spec, draft_cfg=draft_cfg, optimizers=optimizers))
+    return jax.jit(partial(update, spec=spec, optimizers=optimizers))
 
 
 def update(
@@ -59,14 +59,14 @@ def update(
     frozen_draft: Params | None = None,
     *,
     spec: ObjectiveSpec,
-    draft_cfg: Any | None,
     optimizers: Optimizers,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step of every trained group; metrics are float32 scalars."""
     params = {"policy": state.policy} | ({} if state.draft is None else {"draft": state.draft})
-    counts = global_counts(batch, draft_cfg)
+    key = spec.draft_key(state.step)
+    counts = global_counts(batch, spec.draft_cfg, key)
     gradients, metrics = jax.grad(objective, has_aux=True)(
-        params, batch, counts, draft_loss_weight, reference, frozen_draft, spec
+        params, batch, counts, draft_loss_weight, reference, frozen_draft, spec, key
     )
     policy, policy_optimizer = apply_gradients(
         optimizers.policy, gradients["policy"], state.policy_optimizer, state.policy

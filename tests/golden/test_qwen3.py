@@ -62,7 +62,8 @@ def whole_rows(ids: np.ndarray) -> PackedBatch:
     tokens = jnp.asarray(ids, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
     mask = jnp.ones(ids.shape, jnp.float32).at[:, 0].set(0.0)
-    return PackedBatch(tokens, positions, jnp.ones_like(tokens), mask, jnp.zeros_like(mask), jnp.zeros_like(mask))
+    zeros = jnp.zeros_like(mask)
+    return PackedBatch(tokens, positions, jnp.ones_like(tokens), mask, zeros, zeros, zeros, positions)
 
 
 def test_bug_case_b41_logits_and_every_hidden_state_as_tap(model, forward):

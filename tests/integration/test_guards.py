@@ -43,6 +43,7 @@ def test_a_call_without_a_verify_round_has_no_accepted_length_and_no_round_time(
         rounds=0 * one,
         committed=0 * one,
         accepted=np.zeros((1, 2), np.int32),
+        proposed=0 * one,
     )
     row = _row(2, [[rollouts]], [100.0], [0.01])
     assert row["accepted_length"] is None and row["round_milliseconds"] is None

@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from draftco_jax.decoding.engine import Engine, EngineShape, Request, request_keys
+from draftco_jax.decoding.engine import Engine, EngineShape, Request, no_context, request_keys
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.models.functional import initialise
 from draftco_jax.models.qwen3 import Qwen3Config
@@ -63,7 +63,10 @@ def ragged_batch(rows: int = 8, tokens: int = 24) -> PackedBatch:
     arrays["tokens"] = rng.integers(0, 17, (rows, tokens)).astype(np.int32)
     logprobs = (rng.normal(-2.8, 0.2, mask.shape) * mask).astype(np.float32)
     advantages = (rng.normal(0, 1, mask.shape) * mask).astype(np.float32)
-    return PackedBatch(**arrays, label_mask=mask, label_logprobs=logprobs, label_advantages=advantages)
+    labels = {"label_mask": mask, "label_logprobs": logprobs, "label_advantages": advantages, "label_rewards": mask}
+    return PackedBatch(
+        **arrays, **labels, sample_ids=arrays["segment_ids"] + 100 * np.arange(rows, dtype=np.int32)[:, None]
+    )
 
 
 def test_joint_update_on_four_devices_equals_one(models):
@@ -71,7 +74,7 @@ def test_joint_update_on_four_devices_equals_one(models):
     spec = ObjectiveSpec(
         policy_graph=policy_graph,
         draft_graph=draft_graph,
-        tap_layers=draft_cfg.tap_layers,
+        draft_cfg=draft_cfg,
         algorithm=GrpoConfig(kl_coefficient=0.1),
         sampling=SAMPLING,
         chunk_tokens=4096,
@@ -79,7 +82,7 @@ def test_joint_update_on_four_devices_equals_one(models):
     )
     # Plain gradient descent: the parameters after a step are the gradients, without Adam's division by their size.
     optimizers = Optimizers(optax.sgd(1.0), optax.sgd(1.0))
-    update = make_update(spec, draft_cfg, optimizers)
+    update = make_update(spec, optimizers)
     state, batch = init_state(policy, draft, optimizers), ragged_batch()
     reference = jax.tree.map(lambda leaf: leaf * 0.9, policy)
     inputs = (state, batch, jnp.float32(1.0), reference, draft)
@@ -114,7 +117,7 @@ def test_bug_case_b28_rollouts_on_four_devices_are_those_of_one(models, draft_le
     lengths = np.array([5, 3, 1, 4, 2, 5, 4, 3], np.int32)
     prompts = np.random.default_rng(3).integers(2, 17, (8, 5)).astype(np.int32)
     prompts[np.arange(5)[None] >= lengths[:, None]] = 0
-    request = Request(jnp.asarray(prompts), jnp.asarray(lengths), request_keys(jax.random.key(5), 8))
+    request = Request(jnp.asarray(prompts), jnp.asarray(lengths), request_keys(jax.random.key(5), 8), no_context(8))
     alone = engine.generate(weights.policy, weights.draft, request, draft_length)
 
     over_data, everywhere = shardings()
@@ -122,6 +125,6 @@ def test_bug_case_b28_rollouts_on_four_devices_are_those_of_one(models, draft_le
     together = engine.generate(*placed, draft_length)
 
     assert len(set(np.asarray(alone.lengths).tolist())) > 1, "rows of one length would show little"
-    for name in ("tokens", "lengths", "finished", "rounds", "committed", "accepted"):
+    for name in ("tokens", "lengths", "finished", "rounds", "committed", "accepted", "proposed"):
         np.testing.assert_array_equal(getattr(together, name), getattr(alone, name), err_msg=name)
     np.testing.assert_allclose(together.logprobs, alone.logprobs, rtol=0, atol=1e-5)

@@ -18,6 +18,7 @@ from draftco_jax.config import (
     resolve_checkpoint,
 )
 from draftco_jax.config_io import from_json, to_json
+from draftco_jax.drafts.catalog import draft_configs
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.environments.arithmetic import ArithmeticConfig
 from draftco_jax.errors import UserError
@@ -113,7 +114,7 @@ def test_replacing_a_component_checks_the_whole_again():
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_shipped_config_survives_its_saved_form(path):
     config = load_config(path)
-    assert from_json(RunConfig, json.loads(json.dumps(to_json(config)))) == config
+    assert from_json(RunConfig, json.loads(json.dumps(to_json(config))), draft_configs()) == config
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)

@@ -44,7 +44,9 @@ class Scripted(Engine):
         counts = np.full(batch, self.rounds, np.int32)
         accepted = np.tile(np.array([self.rounds, 1], np.int32)[:draft_length], (batch, 1))
         logprobs = np.zeros(tokens.shape, np.float32)
-        return Rollouts(tokens, starts, lengths, logprobs, finished, counts, 2 * counts, accepted)
+        return Rollouts(
+            tokens, starts, lengths, logprobs, finished, counts, 2 * counts, accepted, draft_length * counts
+        )
 
 
 def evaluate(evaluator: Evaluator, engine: Engine, seed: int = 0, draft_length: int = 0):

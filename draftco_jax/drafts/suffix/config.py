@@ -32,6 +32,8 @@ class SuffixConfig(DraftConfig):
     """Search the texts of the requests that answer the same prompt, as far as they have come."""
     history_tokens: int = 0
     """H: room for texts of earlier steps, per request; 0 searches none."""
+    remembered_tokens: int = 2**20
+    """Tokens of earlier texts that a run remembers in all; those of the same prompt are given first."""
 
     def __post_init__(self) -> None:
         """Refuse ranges and limits that allow no proposal."""
@@ -45,6 +47,16 @@ class SuffixConfig(DraftConfig):
             raise ValueError(f"min_probability={self.min_probability} must be in [0, 1]; 0.1 is usual, 0 is no limit")
         if self.history_tokens < 0:
             raise ValueError(f"history_tokens={self.history_tokens} must be >= 0; use 0 to search no earlier texts")
+        if self.remembered_tokens < self.history_tokens:
+            raise ValueError(
+                f"remembered_tokens={self.remembered_tokens} must be >= history_tokens={self.history_tokens}, "
+                "the room of one request; raise it"
+            )
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Tokens of earlier rollouts that a request is given, and that a run remembers in all."""
+        return self.history_tokens, self.remembered_tokens
 
     def budget(self, match: int) -> int:
         """Most tokens proposed after a match of this length."""

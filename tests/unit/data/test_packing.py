@@ -34,11 +34,12 @@ def _scored(
         rounds=zeros,
         committed=zeros,
         accepted=np.zeros((size, 0), np.int32),
+        proposed=zeros,
     )
-    prompt = Prompt(prompt_id=0, text="", answer="", token_ids=())
-    rewards = jnp.zeros((size // samples, samples))
+    prompts = tuple(Prompt(prompt_id=7 + i, text="", answer="", token_ids=()) for i in range(size // samples))
+    rewards = jnp.asarray(rng.random((size // samples, samples)), jnp.float32)
     advantages = (rng.standard_normal(rewards.shape) + 3).astype(np.float32)
-    return ScoredRollouts(rollouts, (prompt,) * (size // samples), rewards, PolicyVersion(0)), advantages
+    return ScoredRollouts(rollouts, prompts, rewards, PolicyVersion(0)), advantages
 
 
 def _documents(packed: PackedBatch) -> list[dict[str, np.ndarray]]:
@@ -66,13 +67,22 @@ def test_layout_of_a_small_example():
     a = advantages[:, 0]
     expected = [[0, 0, a[0], a[0], 0, 0, a[2], 0], [0, 0, 0, a[1], a[1], 0, 0, 0], [0] * 8]
     np.testing.assert_array_equal(packed.label_advantages, np.array(expected, np.float32))
+    r = np.asarray(scored.rewards)[:, 0]
+    expected = [[0, 0, r[0], r[0], 0, 0, r[2], 0], [0, 0, 0, r[1], r[1], 0, 0, 0], [0] * 8]
+    np.testing.assert_array_equal(packed.label_rewards, np.array(expected, np.float32))
+    np.testing.assert_array_equal(packed.sample_ids, [[7] * 4 + [9] * 3 + [0], [8] * 5 + [0] * 3, [0] * 8])
+
+
+def test_sample_ids_number_the_members_of_a_group():
+    packed = pack(*_scored([1] * 4, [2] * 4, samples=2), row_tokens=2, rows=4)
+    assert np.asarray(packed.sample_ids)[:, 0].tolist() == [14, 15, 16, 17]  # prompts 7 and 8, two samples each
 
 
 def test_dtypes_are_the_documented_ones():
     packed = pack(*_scored([2, 3], [4, 5]), row_tokens=8, rows=2)
     supervised = pack_supervised([((2, 5), (6, 1))], row_tokens=8, rows=2)
     for batch in (packed, supervised):
-        assert [value.dtype for value in batch] == [np.int32] * 3 + [np.float32] * 3
+        assert [value.dtype for value in batch] == [np.int32] * 3 + [np.float32] * 4 + [np.int32]
         assert {value.shape for value in batch} == {(2, 8)}
 
 

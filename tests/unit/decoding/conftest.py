@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from draftco_jax.decoding.engine import Engine, EngineShape, Request, request_keys
+from draftco_jax.decoding.engine import Engine, EngineShape, Request, no_context, request_keys
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.models.functional import ModelGraph, Params, abstract_params, graph_of
 from draftco_jax.models.qwen3 import Qwen3Config
@@ -214,6 +214,7 @@ def mixed_requests(toy) -> Request:
         jnp.asarray(rng.integers(0, toy.vocab, (8, 5)), jnp.int32),
         jnp.asarray([1, 5, 3, 2, 4, 5, 1, 3], jnp.int32),
         request_keys(jax.random.key(11), 8),
+        no_context(8),
     )
 
 
@@ -222,7 +223,7 @@ def select():
     """Requests at these places of a batch, in this order."""
 
     def pick(request: Request, places: list[int]) -> Request:
-        return Request(*(field[jnp.asarray(places)] for field in request))
+        return jax.tree.map(lambda field: field[jnp.asarray(places)], request)
 
     return pick
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.decoding import engine as engine_module
 from draftco_jax.decoding.engine import Engine
-from draftco_jax.decoding.propose import propose_chain
+from draftco_jax.drafts.base import Shared
+from draftco_jax.drafts.eagle3.module import Eagle3, Eagle3State
 from draftco_jax.models.functional import graph_of
 from draftco_jax.models.kv_cache import Cache
 from draftco_jax.numerics.sampling import PROPOSE, SamplingConfig, draw, law, request_uniforms
@@ -65,7 +65,9 @@ def propose_after(graphs, weights, fresh: Fresh, anchor: jax.Array, uniforms: ja
     rows = jnp.arange(anchor.shape[0])
     hidden = fresh.states[rows, anchor - 1]
     ahead = uniforms[rows[:, None], anchor[:, None] + 1 + jnp.arange(K)[None, :], PROPOSE]
-    return propose_chain(draft, policy.embed_tokens[...], hidden, anchor, fresh.cache, ahead, SAMPLING)[:2]
+    shared = Shared(policy.embed_tokens[...], policy.head_kernel())
+    proposal, _ = draft.propose(Eagle3State(fresh.cache, hidden), anchor, anchor, ahead, SAMPLING, shared)
+    return proposal.tokens, proposal.laws
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +80,17 @@ def weights(toy):
 def recorded(toy, weights, mixed_requests, sampled_shape):
     """Rollouts of the real engine, and what its draft knew in each round."""
     rounds: list[Round] = []
+    propose = Eagle3.propose
 
-    def propose_and_note(draft, embedding, hidden, anchor, cache, uniforms, sampling):
-        drafts, laws, after = propose_chain(draft, embedding, hidden, anchor, cache, uniforms, sampling)
+    def propose_and_note(draft, state, newest, anchor, uniforms, sampling, shared):
+        proposal, after = propose(draft, state, newest, anchor, uniforms, sampling, shared)
         note = lambda *arrays: rounds.append(Round(*map(np.asarray, arrays)))  # noqa: E731
-        layer = cache.layers[0]
-        jax.debug.callback(note, hidden, anchor, layer.keys, layer.values, drafts, laws, ordered=True)
-        return drafts, laws, after
+        layer, drawn = state.cache.layers[0], (proposal.tokens, proposal.laws)
+        jax.debug.callback(note, state.hidden, anchor, layer.keys, layer.values, *drawn, ordered=True)
+        return proposal, after
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "propose_chain", propose_and_note)
+        patch.setattr(Eagle3, "propose", propose_and_note)
         engine = Engine(*toy.graphs, shape=sampled_shape, sampling=SAMPLING)
         rollouts = jax.tree.map(np.asarray, engine.generate(*weights, mixed_requests, K))
     jax.effects_barrier()

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.decoding.engine import EngineShape, Request, _assemble, _commit, _Output, _Stats
+from draftco_jax.decoding.engine import EngineShape, Request, _assemble, _commit, _Output, _Stats, no_context
 from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.numerics.sampling import SamplingConfig
 
 SHAPE = EngineShape(prompt_capacity=3, max_new_tokens=8, stop_ids=(8, 9), pad_id=0)
 K = 3
 KEY = jax.random.key(0)
-COMMIT = jax.jit(_commit, static_argnums=5)
+COMMIT = jax.jit(_commit, static_argnums=6)
 
 
 def start(first_tokens: list[int]) -> tuple[_Output, _Stats]:
@@ -21,12 +21,15 @@ def start(first_tokens: list[int]) -> tuple[_Output, _Stats]:
     tokens = jnp.zeros((rows, SHAPE.max_new_tokens + K + 1), jnp.int32).at[:, 0].set(jnp.asarray(first_tokens))
     stopped = jnp.asarray([token in SHAPE.stop_ids for token in first_tokens])
     out = _Output(tokens, jnp.zeros(tokens.shape, jnp.float32), jnp.ones(rows, jnp.int32), stopped)
-    return out, _Stats(jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, K), jnp.int32))
+    return out, _Stats(*[jnp.zeros(rows, jnp.int32)] * 3, jnp.zeros((rows, K), jnp.int32))
 
 
-def commit(out: _Output, stats: _Stats, tokens: list[list[int]], accepted: list[int]):
+def commit(
+    out: _Output, stats: _Stats, tokens: list[list[int]], accepted: list[int], proposed=None, shape: EngineShape = SHAPE
+):
     block = jnp.asarray(tokens, jnp.int32)
-    return COMMIT(out, stats, block, -block.astype(jnp.float32), jnp.asarray(accepted, jnp.int32), SHAPE)
+    counts = [jnp.asarray(n, jnp.int32) for n in (accepted, proposed or [K] * len(accepted))]
+    return COMMIT(out, stats, block, -block.astype(jnp.float32), *counts, shape)
 
 
 def texts(out: _Output) -> list[list[int]]:
@@ -55,10 +58,11 @@ def test_a_round_is_committed_up_to_its_first_stop(block, accepted, text, stoppe
 
 def test_bug_case_b109_counters_of_scripted_rounds():
     out, stats = start([1])
-    for accepted in (2, 0):
-        out, stats, _ = commit(out, stats, [[2, 3, 4, 5]], [accepted])
+    for accepted, proposed in ((2, 3), (0, 1)):
+        out, stats, _ = commit(out, stats, [[2, 3, 4, 5]], [accepted], [proposed])
     out, stats, _ = commit(out, stats, [[2, 3, 4, 5]], [3])
     np.testing.assert_array_equal(stats.accepted, [[2, 2, 1]])
+    assert int(stats.proposed[0]) == 3 + 1 + 3
     # 3 + 1 + 4 tokens, the last one past max_new_tokens = 8 = 1 + 7.
     assert (int(stats.rounds[0]), int(stats.committed[0])) == (3, 7)
     assert texts(out) == [[1, 2, 3, 4, 2, 2, 3, 4]]
@@ -77,12 +81,14 @@ def test_a_finished_row_changes_no_more():
     np.testing.assert_array_equal(out.stopped, [True, True, False])
     np.testing.assert_array_equal(stats.rounds, [2, 0, 2])
     np.testing.assert_array_equal(stats.committed, [5, 0, 7])
+    np.testing.assert_array_equal(stats.proposed, [6, 0, 6])
     np.testing.assert_array_equal(stats.accepted, [[2] * 3, [0] * 3, [2] * 3])
 
 
 def _assembled(out: _Output, stats: _Stats, prompts=((5, 6, 7),), lengths=(3,), shape: EngineShape = SHAPE):
     rows = len(lengths)
-    request = Request(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32), jax.random.split(KEY, rows))
+    keys = jax.random.split(KEY, rows)
+    request = Request(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32), keys, no_context(rows))
     return jax.tree.map(np.asarray, _assemble(request, out, stats, shape))
 
 
@@ -104,8 +110,8 @@ def test_bug_case_b70_a_real_token_equal_to_the_padding_id_survives():
 def test_bug_case_b71_unwritten_cells_are_no_stop_tokens():
     shape = EngineShape(prompt_capacity=3, max_new_tokens=8, stop_ids=(0,), pad_id=0)
     out, stats = start([4])
-    block = jnp.asarray([[5, 6, 7, 0]], jnp.int32)  # rejected at once: 6, 7, 0 are not part of the text
-    out, stats, _ = COMMIT(out, stats, block, jnp.zeros((1, 4), jnp.float32), jnp.zeros(1, jnp.int32), shape)
+    # Rejected at once: 6, 7, 0 are not part of the text.
+    out, stats, _ = commit(out, stats, [[5, 6, 7, 0]], [0], shape=shape)
     rollouts = _assembled(out, stats, shape=shape)
     assert texts(out) == [[4, 5]] and not rollouts.finished[0] and rollouts.lengths[0] == 5
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.decoding.engine import Request, request_keys
+from draftco_jax.decoding.engine import Request, no_context, request_keys
 from draftco_jax.numerics.sampling import SamplingConfig
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -49,7 +49,7 @@ def test_stop_token_at_every_offset_of_a_round(toy, greedy_shape, k):
     # x + 1 follows x and 3 stops: [2] is answered by 3, [1] by 2 3, ..., [4] by 5 6 0 1 2 3, [3] by 4 5 6 0 1 2 3.
     starts = np.array([0, 1, 2, 3, 4, 5, 6, 6], np.int32)
     prompts = jnp.asarray(np.repeat(starts[:, None], 5, axis=1))
-    request = Request(prompts, jnp.ones(8, jnp.int32), request_keys(jax.random.key(0), 8))
+    request = Request(prompts, jnp.ones(8, jnp.int32), request_keys(jax.random.key(0), 8), no_context(8))
     rollouts = toy.generate("cycle", "cycle", request, k, greedy_shape, GREEDY)
     same_text(rollouts, toy.generate("cycle", "cycle", request, 0, greedy_shape, GREEDY))
     answers = (2 - starts) % 7 + 1

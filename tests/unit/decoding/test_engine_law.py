@@ -17,8 +17,9 @@ import pytest
 from scipy.stats import chi2
 
 from draftco_jax.decoding import engine as engine_module
-from draftco_jax.decoding import propose, rejection
-from draftco_jax.decoding.engine import Engine, EngineShape, Request, request_keys
+from draftco_jax.decoding import rejection
+from draftco_jax.decoding.engine import Engine, EngineShape, Request, no_context, request_keys
+from draftco_jax.drafts.eagle3 import module
 from draftco_jax.numerics.sampling import SamplingConfig
 
 ALARM = 1e-6
@@ -38,7 +39,7 @@ def request_batch() -> Request:
     rows = [prompt + (0,) * (3 - len(prompt)) for prompt in PROMPTS] * (REQUESTS // 2)
     lengths = [len(prompt) for prompt in PROMPTS] * (REQUESTS // 2)
     keys = request_keys(jax.random.key(2024), REQUESTS)
-    return Request(jnp.asarray(rows, jnp.int32), jnp.asarray(lengths, jnp.int32), keys)
+    return Request(jnp.asarray(rows, jnp.int32), jnp.asarray(lengths, jnp.int32), keys, no_context(REQUESTS))
 
 
 def exact_laws(logits: np.ndarray, sampling: SamplingConfig) -> np.ndarray:
@@ -135,7 +136,7 @@ def argmax_draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 def broken_engine(request, small_toy, monkeypatch) -> Iterator[Engine]:
     """An engine whose speculative program holds one wrong rule."""
     if request.param == "argmax draft with softmax q":
-        monkeypatch.setattr(propose, "draw", argmax_draw)
+        monkeypatch.setattr(module, "draw", argmax_draw)
     elif request.param == "residual replaced by p":
         monkeypatch.setattr(rejection, "residual", lambda p, q: p)
     else:

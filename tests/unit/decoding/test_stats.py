@@ -5,8 +5,8 @@ from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.types import Rollouts
 
 
-def rollouts(rounds, committed, accepted) -> Rollouts:
-    """Rollouts of which only the counters matter."""
+def rollouts(rounds, committed, accepted, proposed=None) -> Rollouts:
+    """Rollouts of which only the counters matter; by default each round proposes all its drafts."""
     empty = np.zeros((len(rounds), 0), np.int32)
     return Rollouts(
         tokens=empty,
@@ -17,6 +17,8 @@ def rollouts(rounds, committed, accepted) -> Rollouts:
         rounds=np.array(rounds, np.int32),
         committed=np.array(committed, np.int32),
         accepted=np.array(accepted, np.int32),
+        proposed=np.array(rounds if proposed is None else proposed, np.int32)
+        * (np.shape(accepted)[1] if proposed is None else 1),
     )
 
 
@@ -24,7 +26,15 @@ def test_bug_case_b109_rate_and_length_of_three_rounds():
     # k = 3, accepted 2, 0, 3: positions 1, 2, 3 were accepted 2, 2, 1 times; each round adds one more token.
     stats = speculation_stats(rollouts([3], [8], [[2, 2, 1]]))
     assert sum(stats.acceptance_rate_by_position) / 3 == pytest.approx(5 / 9)
+    assert stats.acceptance_rate == 5 / 9
     assert stats.accepted_length == pytest.approx(stats.accepted_length_papers) == 8 / 3
+
+
+def test_drafts_that_were_not_proposed_are_not_refused():
+    # Three rounds of k = 3 in which 3, 0 and 1 drafts are proposed and 2, 0 and 1 accepted.
+    stats = speculation_stats(rollouts([3], [6], [[2, 1, 0]], proposed=[4]))
+    assert stats.acceptance_rate == 3 / 4
+    assert stats.acceptance_rate_by_position == pytest.approx((2 / 3, 1 / 3, 0))
 
 
 def test_ratios_are_pooled_over_requests_not_averaged():
@@ -46,4 +56,5 @@ def test_without_rounds_there_are_no_ratios():
     stats = speculation_stats(rollouts([0, 0], [0, 0], np.zeros((2, 0))))
     assert stats.accepted_length is None
     assert stats.accepted_length_papers is None
+    assert stats.acceptance_rate is None
     assert stats.acceptance_rate_by_position == ()

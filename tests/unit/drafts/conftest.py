@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from draftco_jax.drafts.base import Target
 from draftco_jax.drafts.eagle3.checkpoint import graph_with_map
 from draftco_jax.drafts.eagle3.config import Eagle3Config
-from draftco_jax.drafts.eagle3.training import Target
 from draftco_jax.models.functional import ModelGraph, abstract_params
 from draftco_jax.types import PackedBatch
 
@@ -100,7 +100,7 @@ ALONE = ((0, 0), (1, 0), (2, 0), (3, 0), (4, 0))
 def lay_out(documents, places, values):
     """A batch of the documents at these places, and values given per document in the same cells (zeros elsewhere)."""
     shape = (ROWS, TOKENS)
-    tokens, positions, segments = np.zeros((3, *shape), np.int32)
+    tokens, positions, segments, ids = np.zeros((4, *shape), np.int32)
     labels = np.zeros(shape, np.float32)
     laid = [np.zeros((*shape, v[0].shape[-1]), np.float32) for v in values]
     for i, (document, (row, start)) in enumerate(zip(documents, places, strict=True)):
@@ -108,10 +108,11 @@ def lay_out(documents, places, values):
         tokens[row, cells], labels[row, cells] = document
         positions[row, cells] = np.arange(len(document.tokens))
         segments[row, cells] = segments[row].max() + 1
+        ids[row, cells] = 70 + i
         for whole, part in zip(laid, values, strict=True):
             whole[row, cells] = part[i]
     zeros = np.zeros(shape, np.float32)
-    batch = PackedBatch(*(jnp.asarray(a) for a in (tokens, positions, segments, labels, zeros, zeros)))
+    batch = PackedBatch(*(jnp.asarray(a) for a in (tokens, positions, segments, labels, zeros, zeros, zeros, ids)))
     return batch, [jnp.asarray(whole) for whole in laid]
 
 

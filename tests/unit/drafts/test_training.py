@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +11,26 @@ import pytest
 
 from draftco_jax.drafts.eagle3.checkpoint import graph_with_map
 from draftco_jax.drafts.eagle3.config import Eagle3Config
-from draftco_jax.drafts.eagle3.training import Target, denominator, pass_masks, pass_weights, passes_loss
+from draftco_jax.drafts.base import Target, TrainingContext
+from draftco_jax.drafts.eagle3 import training
+from draftco_jax.drafts.eagle3.training import pass_masks, passes_loss
 from draftco_jax.models.functional import abstract_params
 from draftco_jax.models.hf_weights import to_tensors
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.types import PackedBatch
 
 TEMPERATURE = 0.7
+RULES = ("label", "official")
+KEY = jax.random.key(0)  # this family draws nothing
+
+
+def denominator(batch, cfg):
+    return training.denominator(batch, cfg, KEY)
+
+
+def context(temperature=TEMPERATURE, chunk_tokens=32):
+    """A tile smaller than the vocabulary, so that several are walked."""
+    return TrainingContext(SamplingConfig(temperature=temperature), chunk_tokens, draft_length=9, tile=8)
 
 
 # ---- the reference: one document, one index, one pass at a time, float64 ----
@@ -94,7 +109,7 @@ class Reference:
         return found
 
     def loss(self, documents, temperature):
-        """Loss over all labels, then per pass: mean cross-entropy, mean acceptance; then tau_prob."""
+        """Loss over all labels, then per pass: mean loss, mean acceptance; then tau_prob."""
         found, tau, anchors = [], 0.0, 0
         for document in documents:
             terms = self.document(*document, temperature)
@@ -108,6 +123,7 @@ class Reference:
                     tau += reached
         weight = [self.cfg.pass_decay**k for k in range(self.cfg.passes)]
         total = sum(weight[k] * ce * learnable for k, _, ce, _, learnable in found)
+        found = [(k, t, ce * learnable, a) for k, t, ce, a, learnable in found]
         of_pass = lambda k, i: np.mean([term[i] for term in found if term[0] == k])  # noqa: E731
         per_pass = [[of_pass(k, i) for k in range(self.cfg.passes)] for i in (2, 3)]
         return total / sum(weight[k] for k, *_ in found), *per_pass, tau / anchors
@@ -135,10 +151,9 @@ def run(draft):
             draft.graph.merge(params),
             target,
             batch,
-            sampling=SamplingConfig(temperature=TEMPERATURE),
             denominator=denominator,
-            chunk_tokens=32,
-            draft_length=9,
+            key=KEY,
+            context=context(),
         )
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -196,7 +211,7 @@ def test_bug_cases_b02_and_b15_packed_documents_equal_the_documents_alone(draft,
     batch, target = lay_out_target("alone")
     (alone, alone_report), (alone_gradients, _) = run(draft.params, target, batch, denominator(batch, draft.cfg))
     np.testing.assert_allclose(alone, loss, rtol=1e-6)
-    np.testing.assert_allclose(np.hstack(alone_report), np.hstack(report), rtol=2e-6)
+    np.testing.assert_allclose(np.hstack(alone_report[:3]), np.hstack(report[:3]), rtol=2e-6)
     # float32 sums in another order.
     for one, other in zip(*map(jax.tree.leaves, (alone_gradients, gradients)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -212,7 +227,7 @@ def test_bug_case_b16_micro_batches_with_the_global_denominator_add_up(draft, ru
 
     parts = [only([0, 3]), only([1, 2, 4])]
     count = sum(denominator(part, draft.cfg) for part in parts)
-    assert count == denominator(batch, draft.cfg)
+    np.testing.assert_allclose(count, denominator(batch, draft.cfg), rtol=1e-6)
     (whole, _), (gradients, _) = run(draft.params, target, batch, count)
     results = [run(draft.params, target, part, count) for part in parts]
     np.testing.assert_allclose(sum(loss for (loss, _), _ in results), whole, rtol=1e-6)
@@ -225,17 +240,15 @@ def test_a_batch_without_labels_gives_zero(draft, run, lay_out_target):
     batch, target = lay_out_target("packed")
     batch = batch._replace(label_mask=jnp.zeros_like(batch.label_mask))
     (loss, report), (gradients, _) = run(draft.params, target, batch, denominator(batch, draft.cfg))
-    assert loss == 0 and (np.hstack(report) == 0).all()
+    assert loss == 0 and (np.hstack(report[:3]) == 0).all()
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradients))
 
 
 def test_greedy_laws_are_refused(full_draft, lay_out_target):
     batch, target = lay_out_target("packed")
-    draft, greedy = full_draft.graph.merge(full_draft.params), SamplingConfig(temperature=0.0)
+    draft = full_draft.graph.merge(full_draft.params)
     with pytest.raises(ValueError, match="temperature=0"):
-        passes_loss(
-            draft, target, batch, sampling=greedy, denominator=jnp.float32(1.0), chunk_tokens=32, draft_length=9
-        )
+        passes_loss(draft, target, batch, denominator=jnp.float32(1.0), key=KEY, context=context(temperature=0.0))
 
 
 # ---- masks ----
@@ -246,17 +259,21 @@ def row(labels, segments=None):
     segments = [1] * len(labels) if segments is None else segments
     ids, padding = np.zeros((1, 8), np.int32), [0] * (8 - len(labels))
     segments, labels = np.int32([segments + padding]), np.float32([labels + padding])
-    return PackedBatch(*(jnp.asarray(a) for a in (ids, ids, segments, labels, labels, labels)))
+    return PackedBatch(*(jnp.asarray(a) for a in (ids, ids, segments, labels, labels, labels, labels, ids)))
 
 
-masks_of_four_passes = jax.jit(lambda batch: pass_masks(batch, 4))
+@pytest.fixture(scope="module")
+def live(make_draft):
+    """(batch, passes, rule) -> the live indices of the first row, by pass."""
+    masks = {rule: jax.jit(partial(pass_masks, cfg=make_draft(passes=4, label_mask=rule).cfg)) for rule in RULES}
+
+    def find(batch, passes, rule="label"):
+        return [np.flatnonzero(mask[0]).tolist() for mask in masks[rule](batch)[:passes]]
+
+    return find
 
 
-def live(batch, passes):
-    return [np.flatnonzero(mask[0]).tolist() for mask in masks_of_four_passes(batch)[:passes]]
-
-
-def test_bug_case_b01_the_label_decides_so_the_first_answer_token_is_learnt():
+def test_bug_case_b01_the_label_decides_so_the_first_answer_token_is_learnt(live):
     # Pass 0 at t learns x_{t+2}: the token before the last prompt token is live, the last two of the answer are not.
     assert live(row([0, 0, 1, 1, 1, 0]), 2) == [[0, 1, 2], [0, 1]]
 
@@ -266,26 +283,32 @@ def test_bug_case_b01_the_first_answer_token_alone_has_a_gradient(draft, run, la
     first = np.zeros(batch.label_mask.shape, np.float32)
     first[3, 3] = 1.0  # prompt of three
     batch = batch._replace(label_mask=jnp.asarray(first))
-    assert float(pass_masks(batch, 1).sum()) == 1.0
+    assert float(pass_masks(batch, draft.cfg)[0].sum()) == 1.0
     (_, report), (gradients, _) = run(draft.params, target, batch, denominator(batch, draft.cfg))
     assert float(report.losses[0]) > 0
     learnable = np.argmax(target.hidden[3, 2] @ target.head) in draft.kept
     assert (max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradients)) > 1e-4) == learnable
 
 
-def test_bug_case_b14_after_k_passes_the_mask_marks_the_rows_whose_label_is_real():
+def test_bug_case_b14_after_k_passes_the_mask_marks_the_rows_whose_label_is_real(live):
     assert live(row([1, 1, 1, 0]), 3) == [[0], [], []]
     assert live(row([1] * 7), 4) == [[0, 1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2], [0, 1]]
 
 
-def test_bug_case_b02_no_label_comes_from_another_document_or_from_padding():
+def test_bug_case_b02_no_label_comes_from_another_document_or_from_padding(live):
     batch = row([0, 1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2, 2, 0])
     assert live(batch, 3) == [[0, 3, 4], [3], []]
 
 
+def test_the_official_mask_is_that_of_the_token_read(live):
+    # Pass k at t asks for x_{t+k}; the policy's law at t + 1 + k must exist, so the last token of a document is out.
+    assert live(row([0, 0, 1, 1, 1, 0]), 3, "official") == [[2, 3, 4], [1, 2, 3], [0, 1, 2]]
+    assert live(row([0, 0, 1, 1]), 2, "official") == [[2], [1]]
+    assert live(row([0, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2]), 2, "official") == [[1, 3, 4], [0, 3]]
+
+
 def test_denominator_is_the_weighted_count_of_live_labels(full_draft):
     cfg = full_draft.cfg
-    np.testing.assert_allclose(pass_weights(cfg), (1.0, 0.8, 0.64))
     np.testing.assert_allclose(denominator(row([0, 0, 1, 1, 1, 0]), cfg), 3 + 0.8 * 2 + 0.64 * 1, rtol=1e-6)
 
 
@@ -318,10 +341,9 @@ def exact():
             graph.merge(params),
             Target(taps, hidden, teacher_head, jnp.zeros((8, 8))),
             batch,
-            sampling=SamplingConfig(),
             denominator=denominator(batch, cfg),
-            chunk_tokens=64,
-            draft_length=9,
+            key=KEY,
+            context=context(temperature=1.0, chunk_tokens=64),
         )
 
     return kept, run
@@ -358,7 +380,7 @@ def test_bug_cases_b17_and_b18_no_residual_holds_a_vocabulary_of_every_token(mak
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     i32 = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
     target = Target(f32(rows, tokens, 32), f32(rows, tokens, 16), f32(16, vocab), f32(vocab, 16))
-    batch = PackedBatch(i32, i32, i32, f32(rows, tokens), f32(rows, tokens), f32(rows, tokens))
+    batch = PackedBatch(i32, i32, i32, *[f32(rows, tokens)] * 4, i32)
     for model in (draft, wide):
 
         def saved(params, target, batch, model=model):
@@ -366,10 +388,9 @@ def test_bug_cases_b17_and_b18_no_residual_holds_a_vocabulary_of_every_token(mak
                 model.graph.merge(p),
                 target,
                 batch,
-                sampling=SamplingConfig(),
                 denominator=target.head[0, 0],
-                chunk_tokens=16,
-                draft_length=9,
+                key=KEY,
+                context=context(chunk_tokens=16),
             )[0]
             return jax.vjp(loss, params)[1]
 

@@ -57,6 +57,7 @@ def _rollouts(responses: list[list[int]], finished: list[bool], fill: int, promp
         rounds=zeros,
         committed=zeros,
         accepted=np.zeros((size, 0), np.int32),
+        proposed=zeros,
     )  # fmt: skip
 
 

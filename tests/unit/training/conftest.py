@@ -64,7 +64,7 @@ def setup() -> Setup:
     spec = ObjectiveSpec(
         policy_graph=graph_of(POLICY.build),
         draft_graph=graph_with_map(DRAFT, KEPT),
-        tap_layers=DRAFT.tap_layers,
+        draft_cfg=DRAFT,
         algorithm=GrpoConfig(),
         sampling=SamplingConfig(temperature=0.9),
         chunk_tokens=32,
@@ -92,8 +92,8 @@ def lay_out() -> Callable[[str], PackedBatch]:
     advantages = rng.normal(size=len(LENGTHS)).astype(np.float32)
 
     def make(layout: str) -> PackedBatch:
-        arrays = [np.zeros((ROWS, TOKENS), dtype) for dtype in [np.int32] * 3 + [np.float32] * 3]
-        tokens, positions, segments, mask, generator, advantage = arrays
+        arrays = [np.zeros((ROWS, TOKENS), dtype) for dtype in [np.int32] * 3 + [np.float32] * 4 + [np.int32]]
+        tokens, positions, segments, mask, generator, advantage, reward, ids = arrays
         for i, (row, start) in enumerate({"packed": PACKED, "alone": ALONE}[layout]):
             cells = slice(start, start + LENGTHS[i])
             index = np.arange(LENGTHS[i])
@@ -101,6 +101,7 @@ def lay_out() -> Callable[[str], PackedBatch]:
             tokens[row, cells], positions[row, cells], mask[row, cells] = texts[i], index, sampled
             segments[row, cells] = segments[row].max() + 1
             generator[row, cells], advantage[row, cells] = logprobs[i] * sampled, advantages[i] * sampled
+            reward[row, cells], ids[row, cells] = (i % 2) * sampled, 70 + i
         return PackedBatch(*(jnp.asarray(a) for a in arrays))
 
     return make
@@ -115,7 +116,8 @@ def batch(lay_out) -> PackedBatch:
 def gradient(setup):
     """(batch, counts, lambda) -> (loss, metrics), gradients of policy and draft."""
     differentiate = jax.value_and_grad(objective, has_aux=True)
-    compiled = jax.jit(lambda params, *rest: differentiate(params, *rest, None, None, setup.spec))
+    key = setup.spec.draft_key(jnp.int32(0))
+    compiled = jax.jit(lambda params, *rest: differentiate(params, *rest, None, None, setup.spec, key))
     params = {"policy": setup.policy, "draft": setup.draft}
     return lambda batch, counts, weight=1.0: compiled(params, batch, counts, jnp.float32(weight))
 
@@ -123,7 +125,7 @@ def gradient(setup):
 @pytest.fixture(scope="session")
 def update(setup):
     """(state, batch, lambda, frozen draft or None) -> state, metrics. One compiled program per kind of call."""
-    compiled = make_update(setup.spec, setup.draft_cfg, setup.optimizers)
+    compiled = make_update(setup.spec, setup.optimizers)
     return lambda state, batch, weight, twin=None: compiled(state, batch, jnp.float32(weight), None, twin)
 
 

@@ -16,6 +16,12 @@ from draftco_jax.models.functional import abstract_params, graph_of
 from draftco_jax.training.objective import Counts, GrpoConfig, global_counts, objective
 from draftco_jax.types import PackedBatch
 
+KEY = jax.random.key(0)  # this family draws nothing
+
+
+def counts_of(batch, setup):
+    return global_counts(batch, setup.draft_cfg, KEY)
+
 
 def assert_close(one, other, rtol=1e-5, atol=1e-6):
     """float32 sums in another order."""
@@ -35,7 +41,7 @@ def add(*trees):
 
 @pytest.fixture(scope="module")
 def counts(setup, batch):
-    return global_counts(batch, setup.draft_cfg)
+    return counts_of(batch, setup)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +84,7 @@ def test_on_policy_rollouts_agree_with_the_trainer(setup, batch, gradient, count
 
 def test_bug_case_b93_micro_batches_with_global_counts_add_up(setup, batch, gradient, counts, whole):
     parts = [of_rows(batch, [0, 4]), of_rows(batch, [1]), of_rows(batch, [2, 3])]
-    assert_close(add(*(global_counts(part, setup.draft_cfg) for part in parts)), counts)
+    assert_close(add(*(counts_of(part, setup) for part in parts)), counts)
     results = [gradient(part, counts) for part in parts]
     (loss, metrics), gradients = whole
     np.testing.assert_allclose(sum(loss for (loss, _), _ in results), loss, rtol=1e-6)
@@ -96,7 +102,7 @@ def test_the_order_of_rows_does_not_matter(batch, gradient, counts, whole):
 
 def test_bug_case_b15_packed_documents_equal_one_document_a_row_for_policy_and_draft(setup, lay_out, gradient, whole):
     alone = lay_out("alone")
-    (loss, metrics), gradients = gradient(alone, global_counts(alone, setup.draft_cfg))
+    (loss, metrics), gradients = gradient(alone, counts_of(alone, setup))
     np.testing.assert_allclose(loss, whole[0][0], rtol=1e-6)
     assert_close(metrics, whole[0][1])
     assert_close(gradients, whole[1])
@@ -123,7 +129,7 @@ def test_bug_case_b07_the_draft_loss_alone_has_exactly_no_gradient_in_the_policy
 def test_bug_case_b90_labels_taken_out_leave_numerator_and_denominator(setup, batch, gradient):
     """A cut answer that is not trained on: the same loss as a batch in which it is not a label at all."""
     masked = batch._replace(label_mask=batch.label_mask * (batch.segment_ids != 2).astype(jnp.float32))
-    counts = global_counts(masked, setup.draft_cfg)
+    counts = counts_of(masked, setup)
     assert counts.policy_tokens == masked.label_mask.sum() < batch.label_mask.sum()
     garbage = masked._replace(
         label_logprobs=jnp.where(masked.label_mask > 0, masked.label_logprobs, jnp.nan),
@@ -136,7 +142,7 @@ def test_bug_case_b90_labels_taken_out_leave_numerator_and_denominator(setup, ba
 
 def test_a_batch_without_labels_gives_zero_and_not_nan(setup, batch, gradient):
     empty = batch._replace(label_mask=jnp.zeros_like(batch.label_mask))
-    (loss, metrics), gradients = gradient(empty, global_counts(empty, setup.draft_cfg))
+    (loss, metrics), gradients = gradient(empty, counts_of(empty, setup))
     assert loss == 0
     assert all(np.isfinite(value) for value in metrics.values())
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradients))
@@ -144,10 +150,10 @@ def test_a_batch_without_labels_gives_zero_and_not_nan(setup, batch, gradient):
 
 def test_bug_case_b09_what_is_switched_off_asks_for_nothing_and_the_penalty_asks_for_a_reference(setup, batch):
     """No draft: no taps. No penalty: no reference. With it, the k3 of each label towards the reference."""
-    spec = dataclasses.replace(setup.spec, draft_graph=None, tap_layers=(), algorithm=GrpoConfig(kl_coefficient=0.25))
+    spec = dataclasses.replace(setup.spec, draft_graph=None, draft_cfg=None, algorithm=GrpoConfig(kl_coefficient=0.25))
     counts = Counts(jnp.sum(batch.label_mask), jnp.float32(0.0))
     run = jax.jit(lambda policy, reference: objective(
-        {"policy": policy}, batch, counts, jnp.float32(1.0), reference, None, spec
+        {"policy": policy}, batch, counts, jnp.float32(1.0), reference, None, spec, KEY
     ))  # fmt: skip
     plain, _ = run(setup.policy, None)
     same, at_home = run(setup.policy, setup.policy)
@@ -165,15 +171,19 @@ def test_bug_cases_b17_and_b18_no_residual_holds_a_vocabulary_of_every_token(set
     policy_cfg = dataclasses.replace(setup.policy_cfg, vocab_size=vocab)
     draft_cfg = Eagle3Config.for_target(policy_cfg, passes=2)
     spec = dataclasses.replace(
-        setup.spec, policy_graph=graph_of(policy_cfg.build), draft_graph=graph_of(draft_cfg.build), chunk_tokens=16
+        setup.spec,
+        policy_graph=graph_of(policy_cfg.build),
+        draft_graph=graph_of(draft_cfg.build),
+        draft_cfg=draft_cfg,
+        chunk_tokens=16,
     )
     shape = lambda dtype: jax.ShapeDtypeStruct((rows, tokens), dtype)  # noqa: E731
-    batch = PackedBatch(*[shape(jnp.int32)] * 3, *[shape(jnp.float32)] * 3)
+    batch = PackedBatch(*[shape(jnp.int32)] * 3, *[shape(jnp.float32)] * 4, shape(jnp.int32))
     params = {"policy": abstract_params(policy_cfg.build), "draft": abstract_params(draft_cfg.build)}
 
     def saved(params, batch):
-        counts = global_counts(batch, draft_cfg)
-        loss = lambda p: objective(p, batch, counts, jnp.float32(1.0), None, None, spec)[0]  # noqa: E731
+        counts = global_counts(batch, draft_cfg, KEY)
+        loss = lambda p: objective(p, batch, counts, jnp.float32(1.0), None, None, spec, KEY)[0]  # noqa: E731
         return jax.vjp(loss, params)[1]
 
     sizes = [leaf.size for leaf in jax.tree.leaves(jax.eval_shape(saved, params, batch))]

@@ -44,9 +44,9 @@ def test_the_policys_path_is_that_of_a_program_without_a_draft_up_to_rounding(se
     learning rate; here gradients are large beside their rounding of 1e-7, and the bound is a thousandth of one step.
     (Where this was written the three programs agree bit for bit.)
     """
-    spec = dataclasses.replace(setup.spec, draft_graph=None, tap_layers=())
+    spec = dataclasses.replace(setup.spec, draft_graph=None, draft_cfg=None)
     optimizers = Optimizers(setup.optimizers.policy, None)
-    update = make_update(spec, None, optimizers)
+    update = make_update(spec, optimizers)
     state = init_state(setup.policy, setup.draft, optimizers)
     assert state.draft is None and state.draft_optimizer is None
     for _ in range(STEPS):

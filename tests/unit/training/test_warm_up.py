@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.drafts.eagle3.training import from_policy
 from draftco_jax.models.functional import abstract_params, graph_of
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.training.fine_tune import fine_tune
 from draftco_jax.training.objective import GrpoConfig, ObjectiveSpec, global_counts, objective
 from draftco_jax.training.optimizer import OptimizerConfig
-from draftco_jax.training.pretrain_draft import draft_from_policy, pretrain_draft
+from draftco_jax.training.pretrain_draft import pretrain_draft
 from draftco_jax.types import PackedBatch
 
 
@@ -30,7 +31,7 @@ def demonstrations():
     mask[:, 0] = 0
     positions = np.broadcast_to(np.arange(12, dtype=np.int32), tokens.shape)
     zeros = np.zeros_like(mask)
-    return PackedBatch(*(jnp.asarray(a) for a in (tokens, positions, ones, mask, zeros, zeros)))
+    return PackedBatch(*(jnp.asarray(a) for a in (tokens, positions, ones, mask, zeros, zeros, zeros, positions)))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_pretraining_raises_acceptance_and_bug_case_b16_its_loss_is_that_of_the_
 ):
     policy, _ = fine_tuned
     cfg, graph, draft = full
-    draft, seen = draft_from_policy(draft, policy), []
+    draft, seen = from_policy(draft, policy), []
     before = jax.tree.map(np.array, policy)
     trained = pretrain_draft(
         setup.spec.policy_graph,
@@ -80,6 +81,7 @@ def test_pretraining_raises_acceptance_and_bug_case_b16_its_loss_is_that_of_the_
         OptimizerConfig(learning_rate=1e-2),
         steps=60,
         sampling=SamplingConfig(),
+        draft_length=4,
         on_step=lambda step, loss, report: seen.append((float(loss), np.asarray(report.acceptances))),
     )
     assert (seen[-1][1] > seen[0][1] + 0.3).all() and (seen[-1][1] > 0.6).all()
@@ -89,14 +91,15 @@ def test_pretraining_raises_acceptance_and_bug_case_b16_its_loss_is_that_of_the_
     spec = ObjectiveSpec(
         policy_graph=setup.spec.policy_graph,
         draft_graph=graph,
-        tap_layers=cfg.tap_layers,
+        draft_cfg=cfg,
         algorithm=GrpoConfig(),
         sampling=SamplingConfig(),
         chunk_tokens=32,
         draft_length=4,
     )
-    counts = global_counts(demonstrations, cfg)
-    joint = jax.jit(lambda p: objective(p, demonstrations, counts, jnp.float32(1.0), None, None, spec)[1])
+    key = jax.random.key(0)
+    counts = global_counts(demonstrations, cfg, key)
+    joint = jax.jit(lambda p: objective(p, demonstrations, counts, jnp.float32(1.0), None, None, spec, key)[1])
     metrics = joint({"policy": policy, "draft": draft})
     np.testing.assert_allclose(metrics["draft/loss"], seen[0][0], rtol=1e-6)
 
@@ -107,7 +110,7 @@ def test_a_draft_started_from_the_policy_has_copies_of_its_head_and_final_norm(s
     rng = np.random.default_rng(6)
     head = jnp.asarray(rng.normal(size=(16, 23)), jnp.float32)
     policy = setup.policy if tied else setup.policy | {"lm_head": {"kernel": head}}
-    started = draft_from_policy(draft, policy)
+    started = from_policy(draft, policy)
     np.testing.assert_array_equal(started["lm_head"]["kernel"], setup.policy["embed_tokens"].T if tied else head)
     np.testing.assert_array_equal(started["norm"]["weight"], policy["norm"]["weight"])
     jax.tree.map(np.testing.assert_array_equal, started["midlayer"], draft["midlayer"])
@@ -118,4 +121,4 @@ def test_a_draft_started_from_the_policy_has_copies_of_its_head_and_final_norm(s
 
 def test_a_reduced_vocabulary_cannot_take_the_policys_head(setup):
     with pytest.raises(ValueError, match=r"\(16, 13\).*\(16, 23\)"):
-        draft_from_policy(setup.draft, setup.policy)
+        from_policy(setup.draft, setup.policy)

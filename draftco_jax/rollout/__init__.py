@@ -1,0 +1,1 @@
+"""Host side of rollouts: what is remembered of earlier ones."""
