@@ -92,8 +92,8 @@ class Previous(nnx.Module):
 
 
 def agrees(text: Int[Array, "B S"], old: Int[Array, "B H"], anchor: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """Whether the text up to its anchor is the beginning of the earlier text."""
+    """Whether the text up to its anchor and the earlier text are the same as far as both go."""
     both = min(text.shape[1], old.shape[1])
     slots = jnp.arange(both, dtype=jnp.int32)[None, :]
     equal = (text[:, :both] == old[:, :both]) | (slots > anchor[:, None])
-    return jnp.all(equal, axis=1) & (anchor < both)
+    return jnp.all(equal, axis=1)

@@ -121,8 +121,13 @@ def test_a_token_that_the_old_law_excludes_ends_the_proposal_before_it(sampling)
     rng, batch, counts = np.random.default_rng(0), 16, []
     olds = rng.integers(0, VOCAB, size=(batch, HISTORY)).astype(np.int32)
     positions = np.tile(np.arange(HISTORY, dtype=np.int32), (batch, 1))
-    hidden = draft.policy(jnp.asarray(olds), jnp.asarray(positions), jnp.ones((batch, HISTORY), jnp.int32))[0]
-    possible = np.asarray(law(draft.policy.logits(hidden), sampling)) > 0
+
+    @jax.jit
+    def laws(tokens, at):
+        hidden = draft.policy(tokens, at, jnp.ones((batch, HISTORY), jnp.int32))[0]
+        return law(draft.policy.logits(hidden), sampling)
+
+    possible = np.asarray(laws(jnp.asarray(olds), jnp.asarray(positions))) > 0
     proposal = drafting([old[:2] for old in olds], olds)
     for b, old in enumerate(olds):
         says = [possible[b, 1 + i, old[2 + i]] for i in range(K)] + [False]

@@ -79,15 +79,14 @@ class Drafting:
     def _run(self, tokens, anchor, context):
         draft = self.graph.merge(self.params)
         batch = tokens.shape[0]
-        following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-        wide, start = jnp.zeros((*tokens.shape, 0)), jnp.zeros(batch, jnp.int32)
+        wide, start = jnp.zeros((batch, CAPACITY, 0)), jnp.zeros(batch, jnp.int32)
         state = draft.empty_state(batch, CAPACITY, context)
-        state = draft.absorb(state, Features(tokens, following, wide, wide, start, anchor - 1), SHARED)
+        state = draft.absorb(state, Features(tokens[:, :-1], tokens[:, 1:], wide, wide, start, anchor - 1), SHARED)
         newest = jnp.take_along_axis(tokens, anchor[:, None], axis=1)[:, 0]
         return draft.propose(state, newest, anchor, jnp.zeros((batch, K)), SamplingConfig(), SHARED)[0]
 
     def __call__(self, texts, history, siblings):
-        tokens = rows(texts, CAPACITY)
+        tokens = rows(texts, CAPACITY + 1)  # the newest token stands behind the last index
         junk = np.random.default_rng(9).integers(0, VOCAB, size=tokens.shape).astype(np.int32)
         anchor = jnp.array([len(text) - 1 for text in texts], jnp.int32)
         context = Context(jnp.asarray(history), jnp.asarray(siblings, jnp.int32))
@@ -124,7 +123,7 @@ def test_proposals_equal_the_walk_in_a_suffix_tree(changes):
     rng, lengths, batch = np.random.default_rng(0), [], 8
     drafting = Drafting(**changes)
     for _ in range(25):
-        texts = [rng.integers(0, VOCAB, size=rng.integers(2, CAPACITY + 1)).tolist() for _ in range(batch)]
+        texts = [rng.integers(0, VOCAB, size=rng.integers(2, CAPACITY + 2)).tolist() for _ in range(batch)]
         histories = [random_history(rng) for _ in range(batch)]
         proposal = drafting(texts, np.array([row for _, row in histories], np.int32), in_groups(batch))
         for b, text in enumerate(texts):
