@@ -26,6 +26,7 @@ from draftco_jax.evaluation import Evaluator
 from draftco_jax.metrics import write_text_whole
 from draftco_jax.models.functional import ModelGraph, Params, graph_of, initialise
 from draftco_jax.models.hf_weights import load_policy
+from draftco_jax.pretrain_config import AnyConfig
 from draftco_jax.rollout.history import RolloutHistory
 from draftco_jax.training.objective import ObjectiveSpec
 from draftco_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -121,7 +122,7 @@ class Run:
         return initialise(self.cfg.draft.build, jax.random.fold_in(self.key, _UNTRAINED_KEY))[1]
 
 
-def check_directory(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
+def check_directory(cfg: AnyConfig, run_dir: Path, resume: bool) -> None:
     """Refuse a directory that holds something else; touches nothing."""
     path, wanted = run_dir / CONFIG_FILE, to_json(cfg)
     try:
@@ -146,7 +147,7 @@ def check_directory(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
         raise UserError(f"run_dir={run_dir} exists and is not a run; choose a new or empty directory")
 
 
-def claim_directory(cfg: RunConfig, run_dir: Path) -> None:
+def claim_directory(cfg: AnyConfig, run_dir: Path) -> None:
     """Make the directory this config's own."""
     if not (run_dir / CONFIG_FILE).is_file():
         try:
@@ -158,24 +159,34 @@ def claim_directory(cfg: RunConfig, run_dir: Path) -> None:
 
 def load_models(cfg: RunConfig, key: Array) -> Models:
     """Read the checkpoints the config names, or draw weights."""
-    if cfg.policy_checkpoint is None:
-        graph, policy = initialise(cfg.policy.build, jax.random.fold_in(key, _POLICY_KEY))
-    else:
-        folder = resolve_checkpoint(cfg.policy_checkpoint)
-        found, policy = load_policy(folder)
-        if found != cfg.policy:
-            raise _other_sizes("policy", cfg.policy_checkpoint, found, cfg.policy)
-        graph = graph_of(cfg.policy.build)
+    graph, policy = load_target(cfg, key)
     if cfg.speculation == "off" or cfg.draft is None:
         return Models(graph, policy, None, None)
     family = family_of(cfg.draft)
     if cfg.draft_checkpoint is None or family.load is None:
         draft_graph, draft = initialise(cfg.draft.build, jax.random.fold_in(key, _DRAFT_KEY))
         return Models(graph, policy, draft_graph, family.from_policy(draft, policy))
-    found_draft, draft_graph, draft = family.load(resolve_checkpoint(cfg.draft_checkpoint), cfg.draft)
-    if found_draft != cfg.draft:
-        raise _other_sizes("draft", cfg.draft_checkpoint, found_draft, cfg.draft)
-    return Models(graph, policy, draft_graph, draft)
+    return Models(graph, policy, *load_trained_draft(cfg.draft, cfg.draft_checkpoint))
+
+
+def load_target(cfg: AnyConfig, key: Array) -> tuple[ModelGraph, Params]:
+    """The policy of a config: read from its checkpoint, or drawn."""
+    if cfg.policy_checkpoint is None:
+        return initialise(cfg.policy.build, jax.random.fold_in(key, _POLICY_KEY))
+    found, policy = load_policy(resolve_checkpoint(cfg.policy_checkpoint))
+    if found != cfg.policy:
+        raise _other_sizes("policy", cfg.policy_checkpoint, found, cfg.policy)
+    return graph_of(cfg.policy.build), policy
+
+
+def load_trained_draft(cfg: DraftConfig, checkpoint: str) -> tuple[ModelGraph, Params]:
+    """Structure and weights of a draft's checkpoint, which must hold the draft of the config."""
+    load = family_of(cfg).load
+    assert load is not None, "families without weights have no checkpoint: the config was checked"
+    found, graph, draft = load(resolve_checkpoint(checkpoint), cfg)
+    if found != cfg:
+        raise _other_sizes("draft", checkpoint, found, cfg)
+    return graph, draft
 
 
 def _other_sizes(part: str, checkpoint: str, found: Any, wanted: Any) -> UserError:
@@ -189,9 +200,8 @@ def _other_sizes(part: str, checkpoint: str, found: Any, wanted: Any) -> UserErr
     )
 
 
-def set_up(cfg: RunConfig) -> Run:
-    """Build everything but the state."""
-    key = jax.random.key(cfg.seed)
+def build_tasks(cfg: AnyConfig, name: str, prompts: int) -> tuple[Task, Task]:
+    """Both splits of the task, which must suit the policy and hold the `prompts` that the setting `name` asks for."""
     task = build_task(cfg.task, cfg.seed)
     if task.tokenizer.vocab_size > cfg.policy.vocab_size:
         raise UserError(
@@ -199,16 +209,23 @@ def set_up(cfg: RunConfig) -> Run:
             "tokenizer; choose a policy made for this task"
         )
     held_out = build_task(cfg.task, cfg.seed, "held_out")
-    for source, name, count in (
+    for source, what, count in (
         (held_out, "evaluation.prompts", cfg.evaluation.prompts),
-        (task, "rollout.prompts_per_step", cfg.rollout.prompts_per_step),
+        (task, name, prompts),
     ):
         if source.num_problems is not None and source.num_problems < count:
-            raise UserError(f"{name}={count} must be <= {source.num_problems}, the task's problems; lower it")
+            raise UserError(f"{what}={count} must be <= {source.num_problems}, the task's problems; lower it")
+    return task, held_out
+
+
+def set_up(cfg: RunConfig) -> Run:
+    """Build everything but the state."""
+    key = jax.random.key(cfg.seed)
+    task, held_out = build_tasks(cfg, "rollout.prompts_per_step", cfg.rollout.prompts_per_step)
     models = load_models(cfg, key)
     publisher = Publisher(models.policy_graph, models.draft_graph)
     graphs = publisher.rollout_graphs(models.policy, models.draft)
-    engine = Engine(*graphs, shape=_engine_shape(cfg, task), sampling=cfg.rollout.sampling)
+    engine = Engine(*graphs, shape=engine_shape(cfg, task), sampling=cfg.rollout.sampling)
     spec = ObjectiveSpec(
         policy_graph=models.policy_graph,
         draft_graph=models.draft_graph,
@@ -280,7 +297,8 @@ def resume_data(run: Run) -> dict[str, Any]:
     return data if run.history is None else data | {"history": run.history.get_state()}
 
 
-def _engine_shape(cfg: RunConfig, task: Task) -> EngineShape:
+def engine_shape(cfg: AnyConfig, task: Task) -> EngineShape:
+    """Room for the task's prompts and for the answers that the config allows."""
     new_tokens = cfg.rollout.max_new_tokens or task.max_response_tokens
     needed = task.max_prompt_tokens + new_tokens + cfg.draft_length
     if needed > cfg.policy.max_position_embeddings:

@@ -15,9 +15,9 @@ ORDER = (
     ("decoding", "environments", "rewards", "data"),
     ("rollout", "training", "planner"),
     ("weight_sync", "checkpoint", "metrics", "profiling", "report", "evaluation", "doctor"),
-    ("config",),
+    ("config", "pretrain_config"),
     ("run", "round_profile", "speed", "summary"),
-    ("loop", "warm_start"),
+    ("loop", "pretrain", "warm_start"),
     ("cli",),
 )
 LINES = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
