@@ -6,6 +6,8 @@ the policy is a bigram model, and the draft below IS that model; with them on, t
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from functools import partial
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from scipy.stats import chi2
 
 from draftco_jax.decoding.engine import Engine, EngineShape, Request, no_context, request_keys
 from draftco_jax.drafts.eagle3.config import Eagle3Config
@@ -38,7 +41,7 @@ class Toy:
 
     def __init__(self, vocab: int, *, layers: int, kept: tuple[int, ...] = (), seed: int = 0) -> None:
         self.vocab = vocab
-        policy_cfg = Qwen3Config(
+        self.policy_cfg = policy_cfg = Qwen3Config(
             vocab_size=vocab,
             hidden_size=16,
             intermediate_size=16,
@@ -216,6 +219,91 @@ def mixed_requests(toy) -> Request:
         request_keys(jax.random.key(11), 8),
         no_context(8),
     )
+
+
+LAW_REQUESTS = 8192  # half of them for each prompt
+LAW_PROMPTS = ((1,), (2, 1, 0))
+LAW_STOP = 3
+LAW_TOKENS = 4
+Text = tuple[int, ...]
+
+
+@pytest.fixture(scope="session")
+def law_shape() -> EngineShape:
+    """Texts so short that the law of each is known."""
+    return EngineShape(prompt_capacity=3, max_new_tokens=LAW_TOKENS, stop_ids=(LAW_STOP,), pad_id=0)
+
+
+@pytest.fixture(scope="session")
+def law_batch() -> Request:
+    """Thousands of requests for two prompts, in turn."""
+    rows = [prompt + (0,) * (3 - len(prompt)) for prompt in LAW_PROMPTS] * (LAW_REQUESTS // 2)
+    lengths = [len(prompt) for prompt in LAW_PROMPTS] * (LAW_REQUESTS // 2)
+    keys = request_keys(jax.random.key(2024), LAW_REQUESTS)
+    tokens, lengths = jnp.asarray(rows, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    return Request(tokens, lengths, keys, no_context(LAW_REQUESTS))
+
+
+def exact_laws(logits: np.ndarray, sampling: SamplingConfig) -> np.ndarray:
+    """Tempered and filtered laws of the rows of logits, float64, token by token."""
+    laws = np.zeros(logits.shape)
+    for place in np.ndindex(logits.shape[:-1]):
+        scaled = logits[place].astype(np.float64) / sampling.temperature
+        order = np.argsort(-scaled, kind="stable")[: sampling.top_k or None]
+        weights = np.exp(scaled[order] - scaled.max())
+        weights /= weights.sum()
+        inside = np.cumsum(weights) - weights < sampling.top_p
+        laws[(*place, order[inside])] = weights[inside] / weights[inside].sum()
+    return laws
+
+
+def text_law(toy, policy: str, prompt: Text, sampling: SamplingConfig) -> dict[Text, float]:
+    """Probability of every response: a text that ends with the stop token, or LAW_TOKENS tokens without one."""
+    continuations = np.array(list(itertools.product(range(toy.vocab), repeat=LAW_TOKENS)))
+    rows = np.concatenate([np.tile(prompt, (len(continuations), 1)), continuations], axis=1)
+    padded = np.zeros((len(rows), 3 + LAW_TOKENS), np.int32)
+    padded[:, : rows.shape[1]] = rows
+    logits = toy.logits(policy, padded)[:, len(prompt) - 1 : len(prompt) - 1 + LAW_TOKENS]
+    laws = exact_laws(logits, sampling)
+    law: dict[Text, float] = {}
+    for tokens, conditionals in zip(continuations, laws, strict=True):
+        stops = np.flatnonzero(tokens == LAW_STOP)
+        length = stops[0] + 1 if len(stops) else LAW_TOKENS
+        law[tuple(map(int, tokens[:length]))] = float(np.prod(conditionals[np.arange(length), tokens[:length]]))
+    assert abs(sum(law.values()) - 1) < 1e-12
+    return law
+
+
+def chi_square(counts: Counter, law: dict[Text, float]) -> tuple[float, int]:
+    """Statistic and degrees of freedom; texts expected fewer than five times are one class."""
+    assert all(law[text] > 0 for text in counts), "a text of probability 0 was emitted"
+    total = sum(counts.values())
+    cells = [(counts[text], total * p) for text, p in law.items() if total * p >= 5]
+    rest = total - sum(count for count, _ in cells), total - sum(expected for _, expected in cells)
+    if rest[1] >= 5:
+        cells.append(rest)
+    return sum((count - expected) ** 2 / expected for count, expected in cells), len(cells) - 1
+
+
+@pytest.fixture(scope="session")
+def text_laws():
+    """(toy, policy, sampling) -> the exact law of the texts that answer each prompt."""
+    return lambda toy, policy, sampling: [text_law(toy, policy, prompt, sampling) for prompt in LAW_PROMPTS]
+
+
+@pytest.fixture(scope="session")
+def p_value(responses, text_laws):
+    """Probability that a right engine is as far from the exact law as these rollouts of `law_batch`."""
+
+    def evaluate(toy, policy, rollouts, sampling) -> float:
+        statistic, freedom = 0.0, 0
+        texts = [tuple(text) for text in responses(rollouts)]
+        for start, law in enumerate(text_laws(toy, policy, sampling)):
+            parts = chi_square(Counter(texts[start::2]), law)
+            statistic, freedom = statistic + parts[0], freedom + parts[1]
+        return float(chi2.sf(statistic, freedom))
+
+    return evaluate
 
 
 @pytest.fixture(scope="session")

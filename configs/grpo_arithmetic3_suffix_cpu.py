@@ -1,0 +1,20 @@
+"""GRPO on 3-digit addition with a suffix draft: copies from earlier rollouts and from the group, nothing is trained.
+
+    draftco train --config configs/grpo_arithmetic3_suffix_cpu.py --run-dir runs/demo-suffix
+"""
+
+from dataclasses import replace
+
+from grpo_arithmetic3_eagle3_cpu import get_config as eagle3_config
+
+from draftco_jax.config import RunConfig
+from draftco_jax.drafts.suffix.config import SuffixConfig
+
+
+def get_config() -> RunConfig:
+    return replace(
+        eagle3_config(),
+        speculation="frozen",
+        draft=SuffixConfig(history_tokens=1024, max_match=8),
+        draft_checkpoint=None,
+    )
