@@ -71,7 +71,8 @@ class Settings:
             inner = self.section(name).raw
             places |= {f"{name}.{key}": inner[key] for key in keys if inner.get(key) is not None}
         values = list(places.values())
-        if any(value != values[0] or type(value) is not type(values[0]) for value in values[1:]):
+        # 1 and 1.0 are the same setting, 1 and true are not.
+        if any(value != values[0] or isinstance(value, bool) != isinstance(values[0], bool) for value in values[1:]):
             said = ", ".join(f"{key}={json.dumps(value)}" for key, value in places.items())
             raise self.refusal(f"{said} contradict each other; keep the one the draft was trained with")
         return values[0] if values else None
@@ -140,13 +141,15 @@ def rope_theta_of(settings: Settings, *, partial: bool = False) -> float | None:
 def complete(
     settings: Settings, values: dict[str, Any], expected: DraftConfig | None, hints: Mapping[str, str], *extra: str
 ) -> dict[str, Any]:
-    """`values` without the absent ones, which `expected` (an explicit config of this draft) may supply.
+    """`values` without the absent ones.
 
-    What changes the draft's output is never filled in from a default: it is named, with what its publisher uses.
+    Sizes, rope base and the `extra` fields change a draft's output and are never filled in from a default: `expected`,
+    an explicit config of this draft, may supply them, or they are named with what their publisher uses. An absent
+    setting of any other kind (a variant flag) is off, whatever `expected` says.
     """
     known = {name: value for name, value in values.items() if value is not None}
     if expected is not None:
-        stated = {f.name: getattr(expected, f.name) for f in fields(expected)}
+        stated = {name: getattr(expected, name) for name in (*SIZES, "rope_theta", *extra)}
         return stated | known
     missing = [name for name in (*_REQUIRED, *extra) if name not in known]
     if missing:

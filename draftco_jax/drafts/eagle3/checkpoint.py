@@ -155,9 +155,11 @@ def _read_config(settings: Settings, training: Eagle3Config | None) -> Eagle3Con
             "of 0-based layers; EAGLE, SpecForge and Automodel use 1, N//2 - 1 and N - 4 of a target of N layers), or "
             "state tap_layers in the draft's config"
         )
-    hints = _hints(values)
     return build_config(
-        Eagle3Config, complete(settings, values, training, hints, "draft_vocab_size"), settings, training
+        Eagle3Config,
+        complete(settings, values, training, _hints(values), "draft_vocab_size", "tap_layers"),
+        settings,
+        training,
     )
 
 
@@ -183,6 +185,10 @@ def _refuse_others(settings: Settings) -> None:
         )
     if settings.find("parallel_drafting", sections=("eagle_config",)) or (eagle.get("parallel_draft_step") or 1) > 1:
         raise settings.refusal("parallel drafting (P-EAGLE) is not supported; supported: EAGLE-3, one token a pass")
+    if settings.raw.get("embed_requires_grad"):
+        raise settings.refusal(
+            "embed_requires_grad=true gives the draft embeddings of its own; supported: drafts that read the policy's"
+        )
     if settings.raw.get("use_sliding_window"):
         raise settings.refusal("use_sliding_window=true is not supported; supported: full attention")
 
@@ -202,7 +208,10 @@ def _tap_layers(settings: Settings, name: str | None) -> list[Any] | None:
         return nested
     convention = settings.raw.get("tap_convention") or _convention(settings, name, nested, top)
     if convention not in ("output", "boundary"):
-        raise settings.refusal(f"tap_convention={json.dumps(convention)} must be output or boundary; see the docs")
+        raise settings.refusal(
+            f"tap_convention={json.dumps(convention)} must be output or boundary; output ids name the layers whose "
+            "output is read, boundary ids those whose input is"
+        )
     if convention == "boundary" and 0 in ids:
         raise settings.refusal(f"{_TAPS}={ids} taps the embeddings (boundary 0); supported: outputs of layers")
     return ids if convention == "output" else [tap - 1 for tap in ids]

@@ -149,7 +149,7 @@ def _style(settings: Settings) -> str | None:
     """Style of `mtp.` names: stated, or Qwen's own."""
     stated = settings.raw.get("mtp_style")
     if stated is not None and stated not in _STYLES:
-        raise settings.refusal(f"mtp_style={stated!r} must be one of {', '.join(_STYLES)}; see the docs")
+        raise settings.refusal(f"mtp_style={stated!r} must be one of {', '.join(_STYLES)}; take the head's")
     qwen = str(settings.raw.get("model_type", "")).startswith(_QWEN_TYPES)
     return stated or ("qwen3_5" if qwen else None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,8 +226,6 @@ def test_bug_case_b41_the_export_says_both_conventions(make_draft, tmp_path):
 
 
 def load_config(folder):
-    import json
-
     return json.loads((folder / "config.json").read_text())
 
 
@@ -282,6 +282,7 @@ def test_bug_case_b40_the_rotation_past_the_stated_limit_is_that_of_a_longer_dra
         ("specforge", {"rms_norm_eps": None}, r"\['rms_norm_eps'\] missing"),
         ("specforge", {"draft_vocab_size": None}, r"\['draft_vocab_size'\] missing.*rows of lm_head"),
         ("specforge", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("speculators", {"embed_requires_grad": True}, "embeddings of its own"),
         ("specforge", {"eagle_config": {TAPS: [0, 1], "parallel_draft_step": 4}}, "P-EAGLE"),
         ("specforge", {"parallel_drafting": True}, "P-EAGLE"),
         ("specforge", {"eagle_config": {"use_aux_hidden_state": False}}, "one final hidden state"),
@@ -358,6 +359,32 @@ def test_what_a_config_says_is_not_overridden_by_an_expected_one(draft_of, write
     expected = make_draft(draft_vocab_size=11, rope_theta=5.0, tap_layers=(1, 2), passes=7).cfg
     cfg, _, _ = load_draft(folder, expected)
     assert (cfg.rope_theta, cfg.tap_layers, cfg.passes) == (draft.cfg.rope_theta, draft.cfg.tap_layers, 7)
+
+
+def test_an_expected_config_turns_no_flag_on_that_the_file_is_silent_about(draft_of, write_files, make_draft, tmp_path):
+    draft = draft_of("ea")
+    folder = write_files(tmp_path, config_of("ea", draft.cfg), tensors_of("ea", draft))
+    flags = {"norm_before_residual": True, "norm_output": True}  # neither shows in the tensors
+    cfg, _, _ = load_draft(folder, make_draft(draft_vocab_size=11, **flags).cfg)
+    assert cfg == draft.cfg
+
+
+def test_one_setting_in_two_spellings_is_read_where_they_agree(draft_of, write_files, tmp_path):
+    draft = draft_of("specforge")
+    config = config_of("specforge", draft.cfg) | {"rope_parameters": {"rope_theta": int(draft.cfg.rope_theta)}}
+    cfg, _, _ = load_draft(write_files(tmp_path, config, tensors_of("specforge", draft)))
+    assert cfg.rope_theta == draft.cfg.rope_theta
+
+
+def test_bug_case_b60_a_config_copied_from_a_tied_target_does_not_cost_the_draft_its_head(
+    draft_of, write_files, tmp_path
+):
+    draft = draft_of("specforge")  # 11 rows of head, 19 of embedding
+    config = config_of("specforge", draft.cfg) | {"tie_word_embeddings": True}
+    loaded = load_draft(write_files(tmp_path / "in", config, tensors_of("specforge", draft)))
+    np.testing.assert_array_equal(loaded[2]["lm_head"]["kernel"], draft.params["lm_head"]["kernel"])
+    save_draft(tmp_path / "out", *loaded)
+    assert load_config(tmp_path / "out")["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize(
