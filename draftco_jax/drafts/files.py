@@ -274,12 +274,18 @@ def renamed(tensors: Mapping[str, np.ndarray], rules: Mapping[str, str], source:
 
 
 def write_draft(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """config.json and model.safetensors as published; every tensor in the dtype it is kept in."""
+    """config.json and model.safetensors as published; every tensor in the dtype it is kept in.
+
+    Both are written under other names and then put in place, so that a stop while writing leaves what was there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     kinds = {str(t.dtype) for name, t in tensors.items() if name not in _MAPS}
     named = {"torch_dtype": kinds.pop()} if len(kinds) == 1 else {}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n")
+    weights, settings = folder / f"{WEIGHTS_FILE}.part", folder / f"{CONFIG_FILE}.part"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    settings.write_text(json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n")
+    weights.replace(folder / WEIGHTS_FILE)
+    settings.replace(folder / CONFIG_FILE)
 
 
 def sizes_of(cfg: DraftConfig, *left_out: str) -> dict[str, Any]:

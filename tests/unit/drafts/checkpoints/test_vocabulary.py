@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from draftco_jax.drafts import files
 from draftco_jax.drafts.eagle3.checkpoint import load_draft, save_draft
 from draftco_jax.drafts.vocabulary import graph_with_map, kept_ids, map_tensors, vocabulary_map
 from draftco_jax.errors import UserError
@@ -112,3 +114,17 @@ def test_a_file_cut_short_is_named(share, saved, refused):
     path = saved / "model.safetensors"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     refused(load_draft, saved, "damaged or cut short")
+
+
+def test_a_save_that_stops_midway_leaves_the_old_draft(saved, make_draft, monkeypatch, same_tree):
+    def stop(tensors, path, metadata):
+        path.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    draft = make_draft(draft_vocab_size=11)
+    monkeypatch.setattr(files, "save_file", stop)
+    with pytest.raises(KeyboardInterrupt):
+        save_draft(saved, replace(draft.cfg, rope_theta=7.0), draft.graph, draft.params)
+    cfg, _, params = load_draft(saved)
+    assert cfg == draft.cfg
+    same_tree(params, draft.params)
