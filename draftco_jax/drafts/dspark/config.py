@@ -50,8 +50,6 @@ class DSparkConfig(BlockDraftConfig):
         super().__post_init__()
         if self.markov_rank < 0:
             raise ValueError(f"markov_rank={self.markov_rank} must be >= 0; use 0 for no Markov head")
-        if self.markov_head_type not in ("vanilla", "gated", "rnn"):
-            raise ValueError(f"markov_head_type={self.markov_head_type} must be vanilla, gated or rnn; use vanilla")
         if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
             raise ValueError(
                 "confidence_head_with_markov=True must be False where markov_rank is 0, there is no W1 to read; "

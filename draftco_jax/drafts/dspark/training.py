@@ -90,4 +90,4 @@ def confidence_target(
 
 def binary_cross_entropy(logits: Float32[Array, "*b"], target: Float32[Array, "*b"]) -> Float32[Array, "*b"]:
     """-(t log sigmoid(z) + (1 - t) log(1 - sigmoid(z))) in nats, from logits: finite for every finite z."""
-    return jnp.maximum(logits, 0.0) - logits * target + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+    return target * jax.nn.softplus(-logits) + (1.0 - target) * jax.nn.softplus(logits)
