@@ -18,6 +18,7 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT: 128 + 2
 
 _CONFIG = "configs/grpo_arithmetic2_eagle3_cpu.py"
+_PRETRAIN_CONFIG = "configs/pretrain_arithmetic2_eagle3_cpu.py"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +64,16 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="where results go (default: runs/<name of FILE>)")
     train.add_argument("--resume", action="store_true", help="continue the run in DIR; a finished run stays as it is")
 
+    pretrain = add(
+        "pretrain-draft",
+        _pretrain_draft,
+        "Train a draft alone, on the policy's own rollouts.",
+        f"--config {_PRETRAIN_CONFIG} --set steps=300 --run-dir runs/draft",
+    )
+    _add_config_options(pretrain)
+    pretrain.add_argument("--run-dir", type=Path, metavar="DIR", help="where results go (default: runs/<name of FILE>)")
+    pretrain.add_argument("--resume", action="store_true", help="continue the training in DIR")
+
     config = add("config", _config, "Print the resolved config as JSON and stop.", f"--config {_CONFIG} --set steps=20")
     _add_config_options(config)
 
@@ -89,6 +100,17 @@ def _train(options: argparse.Namespace) -> None:
     run_dir = options.run_dir or Path("runs") / options.config.stem
     train(config, run_dir, resume=options.resume)
     print(f"Results are in {run_dir}: open {run_dir / 'report.html'}")
+
+
+def _pretrain_draft(options: argparse.Namespace) -> None:
+    from draftco_jax.pretrain import DRAFT_FOLDER, pretrain
+    from draftco_jax.pretrain_config import load_pretrain_config
+
+    config = load_pretrain_config(options.config, options.set)
+    run_dir = options.run_dir or Path("runs") / options.config.stem
+    lengths = pretrain(config, run_dir, resume=options.resume)["accepted_length"]
+    print(f"Held-out accepted length: untrained {lengths['untrained']:.2f}, trained {lengths['end']:.2f}")
+    print(f"Draft is in {run_dir / DRAFT_FOLDER}: use it with --set draft_checkpoint={run_dir / DRAFT_FOLDER}")
 
 
 def _config(options: argparse.Namespace) -> None:

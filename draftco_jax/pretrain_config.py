@@ -120,12 +120,14 @@ class PretrainConfig:
         """Optimizer steps of both phases."""
         return self.steps + (self.adaptation.steps if self.adaptation else 0)
 
-    def phase(self, step: int) -> Phase:
-        """What optimizer step `step`, counted from 1, is part of."""
-        if self.adaptation is None or step <= self.steps:
-            return Phase(1, 1, self.steps, self.draft, self.optimizer)
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The stretches of the training, one after another."""
+        first = Phase(1, 1, self.steps, self.draft, self.optimizer)
+        if self.adaptation is None:
+            return (first,)
         adapted: DraftConfig = replace(self.draft, **{"loss": self.adaptation.loss})
-        return Phase(2, self.steps + 1, self.adaptation.steps, adapted, self.adaptation.optimizer)
+        return first, Phase(2, self.steps + 1, self.total_steps, adapted, self.adaptation.optimizer)
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,16 @@ class Phase:
 
     number: int
     first_step: int
-    steps: int
+    """Counted from 1 over all phases."""
+    last_step: int
     draft: DraftConfig
+    """The draft with the loss of this phase."""
     optimizer: OptimizerConfig
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of this phase."""
+        return self.last_step - self.first_step + 1
 
 
 AnyConfig = RunConfig | PretrainConfig

@@ -1,46 +1,52 @@
-"""Make the shipped warm starts: a policy that knows the algorithm but slips, and a draft that knows the policy.
+"""Make the shipped warm starts: a policy that knows the algorithm but slips, and drafts that know the policy.
 
 The policy is fine-tuned on demonstrations whose digit sums are wrong with probability `noise`. It learns the right
-algorithm (greedy decoding is right) and samples the slips, so that RL starts with a clear signal. The draft is trained
-on the policy's own rollouts. Both are written in Hugging Face layout, with a card of what was measured.
+algorithm (greedy decoding is right) and samples the slips, so that RL starts with a clear signal. The drafts are
+pre-trained on the policy's own rollouts, each by its file in configs/. All are written in their official layouts, with
+a card of what was measured.
 
     python -m draftco_jax.warm_start --digits 3 --out draftco_jax/assets/arithmetic3
+    python -m draftco_jax.warm_start --digits 3 --out draftco_jax/assets/arithmetic3 --draft dflash
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from draftco_jax.data.packing import pack, pack_supervised
+from draftco_jax.config_io import to_json
+from draftco_jax.data.packing import pack_supervised
 from draftco_jax.decoding.engine import Engine, EngineShape
-from draftco_jax.drafts.eagle3.checkpoint import save_draft
+from draftco_jax.drafts.catalog import family_of
 from draftco_jax.drafts.eagle3.config import Eagle3Config
-from draftco_jax.drafts.eagle3.training import from_policy
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
-from draftco_jax.evaluation import Evaluation, Evaluator, build_request
-from draftco_jax.models.functional import ModelGraph, Params, initialise
+from draftco_jax.errors import UserError
+from draftco_jax.evaluation import Evaluation, Evaluator
+from draftco_jax.metrics import write_text_whole
+from draftco_jax.models.functional import Params, graph_of, initialise
 from draftco_jax.models.hf_weights import load_policy, save_policy
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.numerics.sampling import SamplingConfig
-from draftco_jax.rewards.exact import score
+from draftco_jax.pretrain import DRAFT_FOLDER, pretrain
+from draftco_jax.pretrain_config import PretrainConfig, load_pretrain_config
 from draftco_jax.training.fine_tune import fine_tune
 from draftco_jax.training.optimizer import OptimizerConfig
-from draftco_jax.training.pretrain_draft import pretrain_draft
-from draftco_jax.types import PackedBatch, PolicyVersion, ScoredRollouts
+from draftco_jax.types import PackedBatch, PolicyVersion
 from draftco_jax.weight_sync import Publisher
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
-    """One recipe."""
+    """A policy and its EAGLE-3 draft, whose fields say in short what the draft's config file says in full."""
 
     digits: int
     hidden_size: int
@@ -63,8 +69,11 @@ RECIPES = {
     2: WarmStart(digits=2, hidden_size=96, intermediate_size=256),
     3: WarmStart(digits=3, hidden_size=128, intermediate_size=384),
 }
-_ROLLOUT_BATCH = 256
 EVAL_PROMPTS = 256
+
+# Folder of each draft beside the policy.
+DRAFTS = {"eagle3": "draft", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 def demonstrations(task: ArithmeticTask, recipe: WarmStart) -> Iterator[PackedBatch]:
@@ -81,23 +90,6 @@ def demonstrations(task: ArithmeticTask, recipe: WarmStart) -> Iterator[PackedBa
         yield pack_supervised(rows, row_tokens, recipe.batch_rows)
 
 
-def own_rollouts(
-    engine: Engine, weights: Params, task: ArithmeticTask, recipe: WarmStart, key: jax.Array
-) -> list[PackedBatch]:
-    """The policy's own rollouts on training prompts, in batches of `batch_rows`."""
-    batches = []
-    for i in range(recipe.draft_rollouts // _ROLLOUT_BATCH):
-        prompts = tuple(task.problem(i * _ROLLOUT_BATCH + j) for j in range(_ROLLOUT_BATCH))
-        request = build_request(prompts, 1, engine.shape, jax.random.fold_in(key, i))
-        rollouts = jax.device_get(engine.generate(weights, None, request))
-        rewards = score(task, prompts, rollouts, task.tokenizer, 1)
-        scored = ScoredRollouts(rollouts, prompts, rewards, PolicyVersion(0))
-        packed = pack(scored, np.zeros_like(rewards), rollouts.tokens.shape[1], _ROLLOUT_BATCH)
-        for first in range(0, _ROLLOUT_BATCH, recipe.batch_rows):
-            batches.append(PackedBatch(*(a[first : first + recipe.batch_rows] for a in packed)))
-    return batches
-
-
 def make_policy(recipe: WarmStart, task: ArithmeticTask, log: Callable[..., None]) -> tuple[Qwen3Config, Params]:
     """Fine-tune fresh weights on noisy demonstrations."""
     cfg = Qwen3Config.tiny(hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size)
@@ -109,33 +101,28 @@ def make_policy(recipe: WarmStart, task: ArithmeticTask, log: Callable[..., None
     return cfg, fine_tune(graph, policy, batches, optimizer, steps=recipe.policy_steps, on_step=log)
 
 
-def make_draft(
-    recipe: WarmStart, task: ArithmeticTask, policy_cfg: Qwen3Config, policy: Params, log: Callable[..., None]
-) -> tuple[Eagle3Config, ModelGraph, Params]:
-    """Train a fresh draft on the policy's own rollouts."""
-    key = jax.random.key(recipe.seed)
-    cfg = draft_config(recipe, policy_cfg)
-    policy_graph, _ = initialise(policy_cfg.build, key)
-    graph, draft = initialise(cfg.build, jax.random.fold_in(key, 1))
-    publisher = Publisher(policy_graph, None)
-    engine = Engine(*publisher.rollout_graphs(policy, None), shape=engine_shape(task), sampling=SamplingConfig())
-    weights = publisher.publish(policy, None, PolicyVersion(0))
-    batches = own_rollouts(engine, weights.policy, task, recipe, jax.random.fold_in(key, 2))
-    rng = np.random.default_rng(recipe.seed)
-    draft = pretrain_draft(
-        policy_graph,
-        policy,
-        graph,
-        from_policy(draft, policy),
-        cfg,
-        (batches[i] for i in iter(lambda: int(rng.integers(len(batches))), -1)),
-        OptimizerConfig(learning_rate=recipe.draft_learning_rate, schedule="cosine", warmup_steps=10),
-        steps=recipe.draft_steps,
-        sampling=SamplingConfig(),
-        draft_length=4,
-        on_step=log,
-    )
-    return cfg, graph, draft
+def draft_recipe(digits: int, name: str) -> PretrainConfig:
+    """How a shipped draft is made: its config file, which is part of the repository and not of the package."""
+    return load_pretrain_config(CONFIGS / f"pretrain_arithmetic{digits}_{name}_cpu.py")
+
+
+def make_draft(digits: int, name: str, out: Path) -> dict[str, Any]:
+    """Pre-train a draft for the policy in `out`, write it beside the policy, return what the card says of it."""
+    config, folder = draft_recipe(digits, name), out / DRAFTS[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(scratch) / name
+        summary = pretrain(replace(config, policy_checkpoint=str(out / "policy")), run_dir)
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        shutil.copytree(run_dir / DRAFT_FOLDER, folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes files for their owner only
+    return {
+        "recipe": to_json(config),
+        "parameters": summary["draft_parameters"],
+        "training_seconds": round(summary["training_seconds"], 1),
+        "accepted_length_draft_length_4_untrained": summary["accepted_length"]["untrained"],
+    } | {"accepted_length_draft_length_4": measure_draft(digits, name, out)}
 
 
 def draft_config(recipe: WarmStart, policy_cfg: Qwen3Config) -> Eagle3Config:
@@ -159,62 +146,87 @@ def engine_shape(task: ArithmeticTask) -> EngineShape:
     )
 
 
-def make(recipe: WarmStart, out: Path, policy_from: Path | None) -> dict[str, Any]:
-    """Train both models (or only the draft, for the policy in `policy_from`), write them, return the card."""
+def make(recipe: WarmStart, out: Path) -> dict[str, Any]:
+    """Train the policy and all drafts, write them, return the card."""
     task = ArithmeticTask(ArithmeticConfig(digits=recipe.digits), seed=recipe.seed)
 
     def log(step: int, loss: jax.Array, *_: Any) -> None:
         if step % 100 == 0:
             print(f"{recipe.digits} digits, step {step}: loss {float(loss):.4f}", flush=True)
 
-    policy_cfg, policy = load_policy(policy_from) if policy_from else make_policy(recipe, task, log)
-    draft_cfg, draft_graph, draft = make_draft(recipe, task, policy_cfg, policy, log)
+    policy_cfg, policy = make_policy(recipe, task, log)
     save_policy(out / "policy", policy_cfg, policy)
     task.tokenizer.save(out / "policy")
-    save_draft(out / "draft", draft_cfg, draft_graph, draft)
-    card = measure(recipe, task, policy_cfg, policy, draft_graph, draft)
-    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    drafts = {name: make_draft(recipe.digits, name, out) for name in DRAFTS}
+    return write_card(out, measure(recipe, out) | {"drafts": drafts})
+
+
+def remake_draft(recipe: WarmStart, name: str, out: Path) -> dict[str, Any]:
+    """Make one draft for the policy that is there, and bring the card up to date; the rest stays as it is."""
+    path = out / "card.json"
+    if not path.is_file():
+        raise UserError(f"--out {out} has no card.json, so no policy to make a draft for; leave out --draft first")
+    drafts = json.loads(path.read_text()).get("drafts", {}) | {name: make_draft(recipe.digits, name, out)}
+    ordered = {known: drafts[known] for known in DRAFTS if known in drafts}
+    whole = measure(recipe, out) if name == "eagle3" else json.loads(path.read_text())
+    return write_card(out, whole | {"drafts": ordered})
+
+
+def write_card(out: Path, card: dict[str, Any]) -> dict[str, Any]:
+    """Write the card, return it."""
+    write_text_whole(out / "card.json", json.dumps(card, indent=2) + "\n")
     return card
 
 
-def measure(
-    recipe: WarmStart,
-    task: ArithmeticTask,
-    policy_cfg: Qwen3Config,
-    policy: Params,
-    draft_graph: ModelGraph,
-    draft: Params,
-) -> dict[str, Any]:
-    """Pass rates on held-out problems and accepted length, as a card states them."""
-    policy_graph, _ = initialise(policy_cfg.build, jax.random.key(0))
-    publisher = Publisher(policy_graph, draft_graph)
-    graphs, weights = publisher.rollout_graphs(policy, draft), publisher.publish(policy, draft, PolicyVersion(0))
-    evaluator = Evaluator(ArithmeticTask(task.config, seed=recipe.seed, split="held_out"), prompts=EVAL_PROMPTS)
-
-    def run(temperature: float, draft_length: int) -> Evaluation:
-        engine = Engine(*graphs, shape=engine_shape(task), sampling=SamplingConfig(temperature=temperature))
-        key = jax.random.key(recipe.seed + 1)
-        return evaluator.run(engine, weights.policy, weights.draft, key, draft_length=draft_length)
-
-    plain, speculative = run(1.0, 0), run(1.0, 4)
+def measure(recipe: WarmStart, folder: Path) -> dict[str, Any]:
+    """Pass rates on held-out problems and the EAGLE-3 draft's accepted length, as a card states them."""
+    evaluate = _evaluation(recipe.digits, recipe.seed, folder, "eagle3")
+    plain, speculative = evaluate(1.0, 0), evaluate(1.0, 4)
     return {
         "recipe": asdict(recipe),
         "eval_prompts": EVAL_PROMPTS,
         "pass_rate_temperature_1": plain.pass_rate,
-        "pass_rate_greedy": run(0.0, 0).pass_rate,
+        "pass_rate_greedy": evaluate(0.0, 0).pass_rate,
         "pass_rate_temperature_1_speculative": speculative.pass_rate,
         "accepted_length_draft_length_4": speculative.accepted_length,
     }
 
 
+def measure_draft(digits: int, name: str, folder: Path) -> float | None:
+    """Accepted length of a draft on the same held-out problems."""
+    return _evaluation(digits, RECIPES[digits].seed, folder, name)(1.0, 4).accepted_length
+
+
+def _evaluation(digits: int, seed: int, folder: Path, name: str) -> Callable[[float, int], Evaluation]:
+    """(temperature, draft length) -> what the policy and one draft of a folder do on held-out problems."""
+    policy_cfg, policy = load_policy(folder / "policy")
+    config = draft_recipe(digits, name).draft
+    load = family_of(config).load
+    assert load is not None
+    _, graph, draft = load(folder / DRAFTS[name], config)
+    publisher = Publisher(graph_of(policy_cfg.build), graph)
+    graphs, weights = publisher.rollout_graphs(policy, draft), publisher.publish(policy, draft, PolicyVersion(0))
+    held_out = ArithmeticTask(ArithmeticConfig(digits=digits), seed=seed, split="held_out")
+    evaluator = Evaluator(held_out, prompts=EVAL_PROMPTS)
+
+    def run(temperature: float, draft_length: int) -> Evaluation:
+        engine = Engine(*graphs, shape=engine_shape(held_out), sampling=SamplingConfig(temperature=temperature))
+        key = jax.random.key(seed + 1)
+        return evaluator.run(engine, weights.policy, weights.draft, key, draft_length=draft_length)
+
+    return run
+
+
 def main() -> None:
-    """Make one warm start."""
+    """Make one warm start, or one draft of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--digits", type=int, choices=sorted(RECIPES), required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--policy-from", type=Path, help="keep the policy of this folder and make a draft for it")
+    parser.add_argument("--draft", choices=sorted(DRAFTS), help="make only this draft, for the policy that is in --out")
     args = parser.parse_args()
-    print(json.dumps(make(RECIPES[args.digits], args.out, args.policy_from), indent=2))
+    recipe = RECIPES[args.digits]
+    card = remake_draft(recipe, args.draft, args.out) if args.draft else make(recipe, args.out)
+    print(json.dumps(card, indent=2))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,15 @@ def test_there_are_configs():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_loads_and_can_be_saved_as_json(path):
-    from draftco_jax.config import RunConfig, load_config
+    from draftco_jax.config import load_config
     from draftco_jax.config_io import to_json
+    from draftco_jax.pretrain_config import load_pretrain_config
 
-    config = load_config(path, [])
-    assert isinstance(config, RunConfig)
-    assert json.loads(json.dumps(to_json(config), allow_nan=False))["type"] == "RunConfig"
+    # The name says which command a file is for.
+    pretrains = path.stem.startswith("pretrain_")
+    config = (load_pretrain_config if pretrains else load_config)(path, [])
+    saved = json.loads(json.dumps(to_json(config), allow_nan=False))
+    assert saved["type"] == ("PretrainConfig" if pretrains else "RunConfig")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

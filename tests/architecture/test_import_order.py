@@ -16,8 +16,8 @@ ORDER = (
     ("rollout", "training", "planner"),
     ("weight_sync", "checkpoint", "metrics", "profiling", "report", "evaluation", "doctor"),
     ("config", "pretrain_config"),
-    ("run", "round_profile", "speed", "summary"),
-    ("loop", "pretrain", "warm_start"),
+    ("run", "pretrain_setup", "round_profile", "speed", "summary"),
+    ("loop", "pretrain", "warm_start", "bench_drafts"),
     ("cli",),
 )
 LINES = {room: number for number, rooms in enumerate(ORDER) for room in rooms}

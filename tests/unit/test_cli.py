@@ -17,6 +17,7 @@ from draftco_jax.errors import UserError
 # A new setting goes into a config dataclass, where --set reaches it; a new option needs a line here.
 OPTIONS = {
     "train": {"--config", "--set", "--run-dir", "--resume"},
+    "pretrain-draft": {"--config", "--set", "--run-dir", "--resume"},
     "config": {"--config", "--set"},
     "report": {"run_dir"},
     "doctor": {"--json"},
@@ -44,6 +45,10 @@ def library(monkeypatch):
 
     module("config", load_config=load_config)
     module("loop", train=lambda config, run_dir, *, resume: calls.append(("train", config, str(run_dir), resume)))
+    module("pretrain_config", load_pretrain_config=load_config)
+    summary = {"accepted_length": {"untrained": 1.04, "end": 4.5}}
+    pretrain = lambda config, run_dir, *, resume: calls.append(("pretrain", config, str(run_dir), resume)) or summary  # noqa: E731
+    module("pretrain", DRAFT_FOLDER="draft", pretrain=pretrain)
     module("report", write_report=lambda run_dir: calls.append(("report", str(run_dir))))
     return calls
 
@@ -78,6 +83,14 @@ def test_train_calls_the_library_and_ends_with_where_the_results_are(library, ca
     assert "runs/a/report.html" in capsys.readouterr().out.splitlines()[-1]
     assert cli.main(["train", "--config", "configs/a.py", "--run-dir", "elsewhere", "--resume"]) == 0
     assert library[-1] == ("train", ToyConfig(), "elsewhere", True)
+
+
+def test_pretrain_draft_calls_the_library_and_ends_with_how_to_use_the_draft(library, capsys):
+    assert cli.main(["pretrain-draft", "--config", "configs/a.py", "--set", "x=1"]) == 0
+    assert library == [("load_config", "configs/a.py", ["x=1"]), ("pretrain", ToyConfig(), "runs/a", False)]
+    assert capsys.readouterr().out.splitlines()[-1].endswith("--set draft_checkpoint=runs/a/draft")
+    assert cli.main(["pretrain-draft", "--config", "configs/a.py", "--run-dir", "elsewhere", "--resume"]) == 0
+    assert library[-1] == ("pretrain", ToyConfig(), "elsewhere", True)
 
 
 def test_config_prints_json(library, capsys):

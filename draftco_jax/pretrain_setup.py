@@ -1,0 +1,176 @@
+"""Set up the pre-training of a draft: models, the policy's own rollouts, vocabulary map, engine."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int32
+
+from draftco_jax.checkpoint import fingerprint
+from draftco_jax.data.packing import pack
+from draftco_jax.decoding.engine import Engine
+from draftco_jax.drafts.catalog import family_of
+from draftco_jax.drafts.vocabulary import CONSTANT, Vocabularies, graph_with_map, kept_ids
+from draftco_jax.environments.base import Task
+from draftco_jax.errors import UserError
+from draftco_jax.evaluation import Evaluator, build_request
+from draftco_jax.models.functional import ModelGraph, Params, initialise
+from draftco_jax.pretrain_config import PretrainConfig
+from draftco_jax.rewards.exact import score
+from draftco_jax.run import build_tasks, engine_shape, load_target, load_trained_draft
+from draftco_jax.training.pretrain_draft import keep_rows, token_counts
+from draftco_jax.types import PackedBatch, PolicyVersion, ScoredRollouts
+from draftco_jax.weight_sync import Publisher
+
+ROLLOUTS_FILE = "rollouts.npz"
+
+# Purposes of the root key, as in a run where both have them.
+_DRAFT_KEY, _EVALUATION_KEY, _UNTRAINED_KEY, _ROLLOUT_KEY = (2**31 + i for i in (1, 2, 3, 5))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is there before anything is generated or written."""
+
+    cfg: PretrainConfig
+    key: Array
+    task: Task
+    policy_graph: ModelGraph
+    policy: Params
+    loaded: tuple[ModelGraph, Params] | None
+    """The draft of `draft_checkpoint`."""
+    evaluator: Evaluator
+
+    def purpose(self, number: int) -> Array:
+        """Key of one purpose."""
+        return jax.random.fold_in(self.key, number)
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """Everything the steps use, apart from the state that changes."""
+
+    setting: Setting
+    data: PackedBatch
+    draft_graph: ModelGraph
+    start: Params
+    """The draft before the first step."""
+    publisher: Publisher
+    engine: Engine
+
+    @property
+    def cfg(self) -> PretrainConfig:
+        """The config."""
+        return self.setting.cfg
+
+    @property
+    def kept(self) -> Int32[np.ndarray, " W"] | None:
+        """Target ids of a reduced vocabulary."""
+        return self.draft_graph.constants.get(CONSTANT)
+
+    def accepted_length(self, draft: Params) -> dict[str, float]:
+        """Held-out accepted length of a draft, and the acceptance of each drafted position."""
+        setting, k = self.setting, self.cfg.draft_length
+        weights = self.publisher.publish(setting.policy, draft, PolicyVersion(0))
+        key = setting.purpose(_EVALUATION_KEY)
+        found = setting.evaluator.run(self.engine, weights.policy, weights.draft, key, draft_length=k)
+        if found.accepted_length is None:
+            raise UserError(
+                f"evaluation.prompts={found.prompts} gave answers of one token only, so no draft was ever verified; "
+                "use a policy and a task with longer answers"
+            )
+        rates = found.speculation.acceptance_rate_by_position
+        by_position = {f"eval/acceptance_rate_position_{i}": rate for i, rate in enumerate(rates, start=1)}
+        return {"eval/accepted_length": found.accepted_length} | by_position
+
+    def untrained(self) -> Params:
+        """Freshly drawn weights, to compare with."""
+        return initialise(self.cfg.draft.build, self.setting.purpose(_UNTRAINED_KEY))[1]
+
+    def starting_data(self) -> dict[str, Any]:
+        """What a checkpoint remembers of where the training started."""
+        parts = {"rollouts": self.data, "policy": self.setting.policy, "draft": self.start}
+        return {"starting": {name: fingerprint(part) for name, part in parts.items()}}
+
+
+def set_up(cfg: PretrainConfig) -> Setting:
+    """Read what the config names, and refuse what cannot work."""
+    key = jax.random.key(cfg.seed)
+    prompts = cfg.rollout.sequences // cfg.rollout.samples_per_prompt
+    task, held_out = build_tasks(cfg, "rollout.sequences / rollout.samples_per_prompt", prompts)
+    engine_shape(cfg, task)
+    graph, policy = load_target(cfg, key)
+    loaded = load_trained_draft(cfg.draft, cfg.draft_checkpoint) if cfg.draft_checkpoint else None
+    return Setting(cfg, key, task, graph, policy, loaded, Evaluator(held_out, cfg.evaluation.prompts))
+
+
+def own_rollouts(setting: Setting) -> PackedBatch:
+    """The policy's answers to prompts 0, 1, ... of the train split, packed: numpy rows, as many as hold anything."""
+    cfg, policy_only = setting.cfg, Publisher(setting.policy_graph, None)
+    shape, group = engine_shape(cfg, setting.task), cfg.rollout.samples_per_prompt
+    sampling, size = cfg.rollout.sampling, cfg.rollout.sequences_per_call
+    engine = Engine(*policy_only.rollout_graphs(setting.policy, None), shape=shape, sampling=sampling)
+    weights = policy_only.publish(setting.policy, None, PolicyVersion(0))
+    parts: list[PackedBatch] = []
+    for call in range(cfg.rollout.sequences // size):
+        first = call * size // group
+        prompts = tuple(setting.task.problem(first + i) for i in range(size // group))
+        request = build_request(prompts, group, shape, jax.random.fold_in(setting.purpose(_ROLLOUT_KEY), call))
+        rollouts = jax.device_get(engine.generate(weights.policy, None, request))
+        # Some losses weigh answers by their reward.
+        rewards = score(setting.task, prompts, rollouts, setting.task.tokenizer, group)
+        scored = ScoredRollouts(rollouts, prompts, rewards, PolicyVersion(0))
+        packed = pack(scored, np.zeros_like(rewards), rollouts.tokens.shape[1], size)
+        used = np.asarray(packed.segment_ids).any(axis=1)
+        parts.append(PackedBatch(*(np.asarray(array)[used] for array in packed)))  # pyright: ignore[reportArgumentType]
+    return PackedBatch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))  # pyright: ignore[reportArgumentType]
+
+
+def rollouts_of(setting: Setting, run_dir: Path) -> PackedBatch:
+    """The rollouts kept in the directory, or new ones that are kept there."""
+    path = run_dir / ROLLOUTS_FILE
+    if path.is_file():
+        try:
+            with np.load(path) as held:
+                return PackedBatch(*(held[name] for name in PackedBatch._fields))
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise UserError(f"{path} cannot be read ({error}); delete it, the rollouts are then made again") from error
+    data = own_rollouts(setting)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    arrays: dict[str, Any] = data._asdict()
+    with unfinished.open("wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    return data
+
+
+def prepare(setting: Setting, data: PackedBatch) -> Pretraining:
+    """The draft to start from, its vocabulary map, and the engine that evaluates it."""
+    cfg, rows = setting.cfg, data.tokens.shape[0]
+    if rows < cfg.batch_rows:
+        raise UserError(f"batch_rows={cfg.batch_rows} must be <= {rows}, the packed rows of all rollouts; lower it")
+    family_of(cfg.draft).check_batch(data, cfg.draft)
+    graph, start = setting.loaded or _fresh_draft(setting, data)
+    publisher = Publisher(setting.policy_graph, graph)
+    graphs = publisher.rollout_graphs(setting.policy, start)
+    engine = Engine(*graphs, shape=engine_shape(cfg, setting.task), sampling=cfg.rollout.sampling)
+    return Pretraining(setting, data, graph, start, publisher, engine)
+
+
+def _fresh_draft(setting: Setting, data: PackedBatch) -> tuple[ModelGraph, Params]:
+    """Drawn weights with what the family takes from the policy; a reduced vocabulary keeps the commonest tokens."""
+    cfg, policy = setting.cfg, setting.policy
+    graph, draft = initialise(cfg.draft.build, setting.purpose(_DRAFT_KEY))
+    kept = None
+    if isinstance(cfg.draft, Vocabularies) and cfg.draft.draft_vocab_size < cfg.draft.vocab_size:
+        kept = kept_ids(token_counts(data, cfg.draft.vocab_size), cfg.draft.draft_vocab_size)
+        graph = graph_with_map(cfg.draft, kept)
+    return graph, family_of(cfg.draft).from_policy(draft, keep_rows(policy, kept))
