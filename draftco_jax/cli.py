@@ -80,6 +80,15 @@ def build_parser() -> argparse.ArgumentParser:
     report = add("report", _report, "Write report.html and its plots for a run.", "runs/demo")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
 
+    bench = add(
+        "bench", _bench, "Compare draft families on a shipped policy: accepted length and speed.", "drafts --json"
+    )
+    bench.add_argument("name", choices=("drafts",), metavar="NAME", help="what to measure: drafts")
+    bench.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it")
+    bench.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write it to FILE, or print it and nothing else"
+    )
+
     doctor = add("doctor", _doctor, "Show versions, devices and accelerator plugins.", "--json doctor.json")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
     return parser
@@ -127,15 +136,45 @@ def _report(options: argparse.Namespace) -> None:
     print(f"Report is {options.run_dir / 'report.html'}")
 
 
+def _bench(options: argparse.Namespace) -> None:
+    from draftco_jax.bench_drafts import BenchDraftsConfig, bench_drafts
+    from draftco_jax.config_io import apply_overrides
+
+    found = bench_drafts(
+        apply_overrides(BenchDraftsConfig(), options.set),
+        lambda text: print(f"bench drafts: {text}", file=sys.stderr, flush=True),
+    )
+    if options.json == "-":
+        print(json.dumps(found, indent=2))
+        return
+    if options.json:
+        _write_json(Path(options.json), found)
+    print(f"{'family':<10}{'accepted length':>16}{'rounds/s':>12}{'tokens/s':>12}{'of plain':>10}")
+    for name, row in found["families"].items():
+        print(
+            f"{name:<10}{row['accepted_length']:>16.2f}{row['rounds_per_second']:>12.0f}"
+            f"{row['tokens_per_second']:>12.0f}{row['speedup']:>9.2f}x"
+        )
+    print(f"Plain decoding: {found['plain']['tokens_per_second']:.0f} tokens/s" + _written(options.json))
+
+
+def _written(path: str | None) -> str:
+    return f"; written to {path}" if path else ""
+
+
+def _write_json(path: Path, value: Any) -> None:
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
 def _doctor(options: argparse.Namespace) -> None:
     from draftco_jax.doctor import describe_installation
 
     found = describe_installation()
     if options.json:
-        try:
-            options.json.write_text(json.dumps(found, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"--json {options.json} cannot be written: {error.strerror}") from error
+        _write_json(options.json, found)
     versions = {"python": found["python"], **found["packages"], **found["gpu_packages"]}
     for name, version in versions.items():
         print(f"{name:<18} {version or 'not installed'}")
