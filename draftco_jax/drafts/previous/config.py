@@ -44,8 +44,8 @@ class PreviousConfig(DraftConfig):
     def check_run(self, *, from_checkpoint: bool) -> None:
         """Refuse the training loop: its texts are of many versions of the policy, and exactness needs the very one."""
         raise ValueError(
-            "draft=PreviousConfig must not be trained with: earlier texts were drawn by other weights than the draft's, "
-            "so the output would not follow the policy; use it through the engine, or choose the suffix draft"
+            "draft=PreviousConfig must not be trained with: earlier texts were drawn by other weights than the draft's "
+            "own, so the output would not follow the policy; use it through the engine, or choose the suffix draft"
         )
 
     def build(self, rngs: nnx.Rngs) -> Previous:

@@ -21,8 +21,7 @@ MIXED = DraftLossConfig(hard_cross_entropy=0.25, soft_cross_entropy=0.5, l1=0.5)
 CASES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"style": "qwen3_5", "attention_output_gate": True, "rotary_fraction": 0.5},
     "deepseek": {"style": "deepseek", "loss": MIXED},
-    "mimo": {"style": "mimo", "step_decay": 1.0},
-    "step": {"style": "qwen3_5", "attention_pattern": "step"},
+    "mimo-step": {"style": "mimo", "attention_pattern": "step", "step_decay": 1.0},
     "deepseek-step": {"style": "deepseek", "attention_pattern": "step", "loss": MIXED},
 }
 
@@ -58,7 +57,7 @@ def make_head(**changes) -> Head:
 
 @pytest.fixture(scope="session", params=CASES)
 def head(request) -> Head:
-    """Each style with the pattern of drafting, and two of them with FastMTP's."""
+    """Every style; the pattern of drafting and FastMTP's."""
     return make_head(**CASES[request.param])
 
 

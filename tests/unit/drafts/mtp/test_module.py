@@ -117,8 +117,8 @@ def test_drafting_equals_training(head, drafting, documents, unroll, lay_out):
             assert proposal.tokens[b, i] == np.argmax(cumulative > uniforms[b, i] * cumulative[-1])
     assert (np.asarray(proposal.count) == K).all()
     chain = head.cfg.attention_pattern == "chain"
-    # Two orders of the same float32 sums; probabilities, so absolute.
-    assert differences[: K if chain else 1].max() < 1e-5
+    # Two orders of the same float32 sums; probabilities, so absolute. Measured 5e-7.
+    assert differences[: K if chain else 1].max() < 2e-6
     assert chain or differences[1:].max(axis=1).min() > 1e-3
 
 

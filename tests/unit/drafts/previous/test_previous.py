@@ -167,6 +167,12 @@ def test_it_is_an_older_version_of_the_policy_and_not_trained(drafting):
         CFG.check_target(Qwen3Config.tiny())
 
 
+def test_a_run_that_trains_the_policy_cannot_use_it():
+    for from_checkpoint in (True, False):
+        with pytest.raises(ValueError, match="draft=PreviousConfig"):
+            CFG.check_run(from_checkpoint=from_checkpoint)
+
+
 @pytest.mark.parametrize("tokens", [0, 65])
 def test_a_history_that_the_policy_cannot_read_is_refused(tokens):
     with pytest.raises(ValueError, match=f"history_tokens={tokens}"):
