@@ -169,6 +169,25 @@ def test_nothing_leaks_from_later_places_or_other_documents(head, unroll, lay_ou
     assert compared > 300
 
 
+def test_in_bfloat16_the_state_keeps_its_types_and_laws_are_float32(head, lay_out):
+    target = lay_out("packed")[1]
+    half = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)  # noqa: E731
+
+    def round_of(params, hidden, embedding, out):
+        draft, shared, none = head.merge(params), Shared(embedding, out), jnp.zeros((5, 0), jnp.int32)
+        at, tokens = jnp.zeros(5, jnp.int32), jnp.zeros((5, BLOCK), jnp.int32)
+        state = draft.empty_state(5, CAPACITY, Context(none, none))
+        read = draft.absorb(state, Features(tokens, tokens, hidden[:, :, :0], hidden, at, at), shared)
+        proposal, after = draft.propose(read, at, at + 1, jnp.zeros((5, K)), SAMPLING, shared)
+        return state, read, after, proposal.laws
+
+    arrays = half((head.params, target.hidden[:, :BLOCK], target.embedding, target.head))
+    *states, laws = jax.eval_shape(round_of, *arrays)
+    types = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)] for state in states]
+    assert types[0] == types[1] == types[2]
+    assert laws.dtype == jnp.float32 and states[0].hidden.dtype == jnp.bfloat16
+
+
 def test_tensors_have_the_published_names(make):
     head = make(attention_output_gate=True)
     shapes = {name.removeprefix("mtp."): tensor.shape for name, tensor in to_tensors(head.params, "mtp.").items()}
