@@ -1,4 +1,4 @@
-"""Holds the EAGLE-3 layer to SpecForge: the loss of every training-time-test pass and every gradient."""
+"""Holds EAGLE-3 training to SpecForge: the loss of every training-time-test pass and every gradient."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from draftco_jax.drafts.base import Target, TrainingContext
 from draftco_jax.drafts.eagle3.checkpoint import graph_with_map, vocabulary_map
 from draftco_jax.drafts.eagle3.config import Eagle3Config
-from draftco_jax.losses.draft import soft_cross_entropy
+from draftco_jax.drafts.eagle3.training import denominator, passes_loss
+from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.functional import abstract_params
 from draftco_jax.models.hf_weights import from_tensors, to_tensors
-from draftco_jax.numerics.sampling import SamplingConfig, log_law
+from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.types import PackedBatch
 
 CFG = Eagle3Config(
     tap_layers=(0, 1, 2),
@@ -25,7 +28,12 @@ CFG = Eagle3Config(
     head_dim=16,
     rope_theta=1e4,
     passes=4,
+    label_mask="official",
+    loss=DraftLossConfig(soft_cross_entropy=1.0, normaliser="all_positions"),
 )
+# A tile that does not divide the vocabulary and a chunk that does not divide the tokens.
+CONTEXT = TrainingContext(SamplingConfig(), chunk_tokens=32, draft_length=4, tile=40)
+KEY = jax.random.key(0)
 
 
 @pytest.fixture(scope="module")
@@ -34,41 +42,47 @@ def values(golden):
         return dict(file)
 
 
-def shifted(x, steps):
-    """x[:, t + steps], zeros past the end: what the official code does on each pass."""
-    return jnp.concatenate([x[:, steps:], jnp.zeros_like(x[:, :steps])], axis=1)
+@pytest.fixture(scope="module")
+def batch(values):
+    """What the official code was given: ids and teacher of index t are those of t + 1, so one token stands before."""
+    rows, tokens = values["ids"].shape
+    before = lambda x: np.concatenate([np.zeros_like(x[:, :1]), x], axis=1)  # noqa: E731
+    after = lambda x: np.concatenate([x, np.zeros_like(x[:, :1])], axis=1)  # noqa: E731
+    mask = jnp.asarray(after(values["lm"][..., 0]), jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(tokens + 1, dtype=jnp.int32)[None], mask.shape)
+    ids, ones = jnp.asarray(before(values["ids"]), jnp.int32), jnp.ones(mask.shape, jnp.int32)
+    packed = PackedBatch(ids, positions, ones, mask, jnp.zeros_like(mask), mask, mask, ones)
+    # The teacher's logits are given: states of that width and a head that is the identity.
+    target = (jnp.asarray(after(values["hs"])), jnp.asarray(before(values["tgt"])), jnp.eye(CFG.vocab_size))
+    return packed, target
 
 
-def official_loss(params, embedding, graph, values):
-    """The official mask (that of the token the pass reads, not of its label) and mean (over all positions)."""
-    draft = graph.merge(params)
-    ids, teacher = jnp.asarray(values["ids"], jnp.int32), values["tgt"]
-    kept_ids, full_law = np.flatnonzero(values["t2d"]), SamplingConfig()
-    mask = jnp.asarray(values["lm"][..., 0] * values["t2d"][teacher.argmax(-1)])
-    rows, tokens = ids.shape
-    positions = jnp.broadcast_to(jnp.arange(tokens)[None], ids.shape)
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((tokens, tokens), bool))[None], (rows, tokens, tokens))
-    embeds = [embedding[shifted(ids, k)] for k in range(CFG.passes)]
-    losses = []
-    for k, state in enumerate(draft.passes(embeds, jnp.asarray(values["hs"]), positions, causal)):
-        label_law = log_law(shifted(jnp.asarray(teacher), k)[..., kept_ids], full_law)
-        cross_entropy = soft_cross_entropy(label_law, log_law(draft.logits(state), full_law))
-        losses.append(jnp.mean(shifted(mask, k) * cross_entropy))
-    return sum(CFG.pass_decay**k * loss for k, loss in enumerate(losses)), jnp.stack(losses)
-
-
-def test_pass_losses_and_every_gradient(values):
+def test_pass_losses_and_every_gradient(values, batch):
     tensors = {name[2:]: tensor for name, tensor in values.items() if name.startswith("w.")}
     embedding = jnp.asarray(tensors.pop("embed_tokens.weight"))
     params = from_tensors(abstract_params(CFG.build), tensors, "golden", prefix="")
     graph = graph_with_map(CFG, vocabulary_map(CFG, values["d2t"], values["t2d"], "golden"))
     np.testing.assert_array_equal(graph.merge(params).draft_to_target[...], np.flatnonzero(values["t2d"]))
+    packed, (taps, hidden, head) = batch
+    positions = float(values["ids"].size)  # the official mean is over the tokens it was given
 
-    loss = jax.jit(jax.value_and_grad(lambda p, e: official_loss(p, e, graph, values), argnums=(0, 1), has_aux=True))
-    (_, losses), (gradients, embedding_gradient) = loss(params, embedding)
-    np.testing.assert_allclose(losses, values["plosses"], rtol=1e-6)
-    found = to_tensors(gradients, prefix="") | {"embed_tokens.weight": np.asarray(embedding_gradient)}
+    @jax.jit
+    def loss(params):
+        target = Target(taps, hidden, head, embedding)
+        return passes_loss(
+            graph.merge(params), target, packed, denominator=jnp.float32(positions), key=KEY, context=CONTEXT
+        )
+
+    (total, report), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    # The report's mean is over live labels.
+    live = np.array([values["lm"][:, k:, 0].sum() for k in range(CFG.passes)])
+    np.testing.assert_allclose(report.losses * live / positions, values["plosses"], rtol=1e-6)
+    np.testing.assert_allclose(total, sum(0.8**k * loss for k, loss in enumerate(values["plosses"])), rtol=1e-6)
+    assert denominator(packed, CFG, KEY) == positions + values["ids"].shape[0]
+    found = to_tensors(gradients, prefix="")
     expected = {name[2:]: tensor for name, tensor in values.items() if name.startswith("g.")}
+    # The official table of embeddings is trained with the draft; here it is the policy's, which gets no gradient.
+    del expected["embed_tokens.weight"]
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-6, err_msg=name)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.drafts.eagle3.checkpoint import graph_with_map
-from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.base import Target, TrainingContext
 from draftco_jax.drafts.eagle3 import training
+from draftco_jax.drafts.eagle3.checkpoint import graph_with_map
+from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.eagle3.training import pass_masks, passes_loss
 from draftco_jax.models.functional import abstract_params
 from draftco_jax.models.hf_weights import to_tensors
@@ -21,6 +21,7 @@ from draftco_jax.types import PackedBatch
 
 TEMPERATURE = 0.7
 RULES = ("label", "official")
+KEPT_COUNT = 11  # ids of the fixture's reduced vocabulary
 KEY = jax.random.key(0)  # this family draws nothing
 
 
@@ -69,6 +70,11 @@ class Reference:
             ]
         )
         q, k, v = ((w[f"{layer}self_attn.{n}_proj.weight"] @ u).reshape(-1, cfg.head_dim) for n in "qkv")
+        if cfg.qk_norm:
+            q, k = (
+                np.stack([normed(head, w[f"{layer}self_attn.{n}_norm.weight"]) for head in heads])
+                for n, heads in (("q", q), ("k", k))
+            )
         return turned(q, position, cfg.rope_theta), turned(k, position, cfg.rope_theta), v
 
     def layer(self, hidden, q, keys, values):
@@ -78,15 +84,26 @@ class Reference:
         for n in range(cfg.num_attention_heads):
             weights = softmax(np.array([k[n // group] @ q[n] for k in keys]) / np.sqrt(cfg.head_dim))
             heads.append(sum(a * v[n // group] for a, v in zip(weights, values, strict=True)))
-        y = hidden + w[layer + "self_attn.o_proj.weight"] @ np.concatenate(heads)
+        residual = normed(hidden, w[layer + "hidden_norm.weight"]) if cfg.norm_before_residual else hidden
+        y = residual + w[layer + "self_attn.o_proj.weight"] @ np.concatenate(heads)
         n = normed(y, w[layer + "post_attention_layernorm.weight"])
         gate, up = (w[f"{layer}mlp.{name}_proj.weight"] @ n for name in ("gate", "up"))
-        return y + w[layer + "mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+        z = y + w[layer + "mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+        return normed(z, w["norm.weight"]) if cfg.norm_output else z
+
+    def fuse(self, taps):
+        w, count = self.w, len(self.cfg.tap_layers)
+        if self.cfg.norm_before_fc:
+            taps = normed(taps, w["input_norm.weight"])
+        if self.cfg.fc_norm:
+            parts = np.split(taps, count)
+            taps = np.concatenate([normed(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)])
+        return w["fc.weight"] @ taps
 
     def document(self, tokens, labels, taps, hidden, head, embedding, temperature):
         """(pass, anchor, cross-entropy, acceptance, learnable) of every supervised label."""
         length, found = len(tokens), []
-        states = [self.w["fc.weight"] @ tap for tap in taps]
+        states = [self.fuse(tap) for tap in taps]
         trunk = [self.project(embedding[tokens[s + 1]], states[s], s) for s in range(length - 1)]
         for t in range(length - 2):
             state = states[t]
@@ -99,7 +116,8 @@ class Reference:
                     keys, values = [*keys, key], [*values, value]
                 state = self.layer(state, q, keys, values)
                 if labels[t + 2 + k] > 0:
-                    logits = self.w["lm_head.weight"] @ normed(state, self.w["norm.weight"]) / temperature
+                    read = state if self.cfg.norm_output else normed(state, self.w["norm.weight"])
+                    logits = self.w["lm_head.weight"] @ read / temperature
                     teacher = hidden[t + 1 + k] @ head / temperature
                     q_law, p_law = np.zeros(teacher.size), softmax(teacher)
                     q_law[self.kept] = softmax(logits)
@@ -142,21 +160,19 @@ def split_documents(batch, target):
 # ---- the loss under test ----
 
 
-@pytest.fixture(scope="module")
-def run(draft):
+def differentiated(draft):
     """(params, target, batch, denominator) -> (loss, report), (gradients of params, gradients of target)."""
 
     def loss(params, target, batch, denominator):
-        return passes_loss(
-            draft.graph.merge(params),
-            target,
-            batch,
-            denominator=denominator,
-            key=KEY,
-            context=context(),
-        )
+        draft_model = draft.graph.merge(params)
+        return passes_loss(draft_model, target, batch, denominator=denominator, key=KEY, context=context())
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+@pytest.fixture(scope="module")
+def run(draft):
+    return differentiated(draft)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +180,27 @@ def packed(draft, run, lay_out_target):
     """Batch, target, and what the loss says about them."""
     batch, target = lay_out_target("packed")
     return batch, target, run(draft.params, target, batch, denominator(batch, draft.cfg))
+
+
+# Flags that belong together, by what they are known as; one with the official number of passes.
+VARIANTS = {
+    "seven passes": {"passes": 7},
+    "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
+    "gpt-oss": {"norm_before_fc": True, "norm_before_residual": True, "draft_vocab_size": KEPT_COUNT},
+    "DeepSpec": {"qk_norm": True, "passes": 7},
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, make_draft, lay_out_target):
+    draft, (batch, target) = make_draft(**VARIANTS[request.param]), lay_out_target("packed")
+    return draft, (batch, target, differentiated(draft)(draft.params, target, batch, denominator(batch, draft.cfg)))
+
+
+def test_every_variant_equals_the_reference(variant):
+    draft, packed = variant
+    test_loss_and_report_equal_the_reference(draft, packed)
+    test_gradients_equal_finite_differences_of_the_reference(draft, packed)
 
 
 def test_loss_and_report_equal_the_reference(draft, packed):
