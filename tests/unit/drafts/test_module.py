@@ -16,18 +16,24 @@ from draftco_jax.numerics.shift import look_ahead
 PASSES = 3
 
 
-@pytest.fixture(scope="module")
-def run(full_draft, lay_out_target):
-    """(tokens, taps, params) -> states [passes, R, T, D] of the packed rows."""
-    batch, target = lay_out_target("packed")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+
+
+def passes_of(draft, batch, target):
+    """(tokens, taps, other params or None) -> states [passes, R, T, D] of the packed rows."""
 
     @jax.jit
     def states(tokens, taps, params):
         embeds = [target.embedding[look_ahead(tokens, k + 1)] for k in range(PASSES)]
         mask = packed_causal_mask(batch.segment_ids)
-        return jnp.stack(full_draft.graph.merge(params).passes(embeds, taps, batch.positions, mask))
+        return jnp.stack(draft.graph.merge(params).passes(embeds, taps, batch.positions, mask))
 
-    return lambda tokens, taps, params=full_draft.params: np.asarray(states(tokens, taps, params))
+    return lambda tokens, taps, params=draft.params: np.asarray(states(tokens, taps, params))
+
+
+@pytest.fixture(scope="module")
+def run(full_draft, lay_out_target):
+    return passes_of(full_draft, *lay_out_target("packed"))
 
 
 def places(segments, position, passes=PASSES):
@@ -39,11 +45,12 @@ def places(segments, position, passes=PASSES):
                 yield k, t, segments[t] == segments[position]
 
 
-def test_every_pass_equals_a_chain_of_drafting_steps_from_its_anchor(full_draft, run, documents, lay_out_target):
+@pytest.mark.parametrize("flags", [(), FLAGS], ids=["classic", "all flags"])
+def test_every_pass_equals_a_chain_of_drafting_steps_from_its_anchor(make_draft, flags, documents, lay_out_target):
     """In the rollout layout: a true cache up to anchor t, then k steps that each write their own guess of the state."""
-    batch, target = lay_out_target("packed")
-    expected = run(batch.tokens, target.taps)
-    module = full_draft.graph.merge(full_draft.params)
+    draft, (batch, target) = make_draft(**dict.fromkeys(flags, True)), lay_out_target("packed")
+    expected = passes_of(draft, batch, target)(batch.tokens, target.taps)
+    module = draft.graph.merge(draft.params)
     fuse_projections(module)
     graph, params = split(module)
     step = jax.jit(lambda p, embeds, hidden, start, cache: graph.merge(p).step(embeds, hidden, start, cache))
@@ -60,7 +67,7 @@ def test_every_pass_equals_a_chain_of_drafting_steps_from_its_anchor(full_draft,
     padded = jnp.pad(batch.tokens, ((0, 0), (0, longest)))
     taps = jnp.pad(target.taps, ((0, 0), (0, longest), (0, 0)))
     embeds = target.embedding[cut(padded, 1)]
-    hidden = jnp.einsum("btA,AD->btD", cut(taps, 0), full_draft.params["fc"]["kernel"])
+    hidden = module.fuse(jnp.asarray(cut(taps, 0)))
     cache = module.empty_cache(count, longest + PASSES)
     states, cache = step(params, embeds, hidden, jnp.zeros(count, jnp.int32), cache)
     state, compared = states[np.arange(count), at], 0
