@@ -115,6 +115,9 @@ class RunConfig:
     draft_loss_weight: float = 1.0
     """lambda of L_RL + lambda * L_draft; the policy's trajectory does not depend on it."""
     draft_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    accepted_length_alarm: float = 1.1
+    """A step whose rollouts commit fewer tokens a round than this is marked in the metrics, and the first one is told:
+    speculation is lossless, so a draft that has become useless shows in nothing else. 1 switches the alarm off."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     speed: SpeedConfig = SpeedConfig()
@@ -136,6 +139,11 @@ def _check_positive(cfg: RunConfig) -> None:
     for name in ("steps", "draft_length", "chunk_tokens"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be >= 1; use speculation=off to switch drafting off")
+    if cfg.accepted_length_alarm < 1:
+        raise ValueError(
+            f"accepted_length_alarm={cfg.accepted_length_alarm} must be >= 1, a round commits at least one token; "
+            "1 switches the alarm off"
+        )
     if cfg.draft_loss_weight < 0:
         raise ValueError(f"draft_loss_weight={cfg.draft_loss_weight} must be >= 0; 0 leaves the draft untrained")
 
@@ -174,8 +182,9 @@ def _check_draft(cfg: RunConfig) -> None:
         )
     if cfg.draft_checkpoint is not None and family.load is None:
         raise ValueError(f"draft_checkpoint={cfg.draft_checkpoint} must be none: {family.name} drafts have no weights")
-    for name, lengths in (("draft_length", (cfg.draft_length,)), ("speed.draft_lengths", cfg.speed.draft_lengths)):
-        if longest is not None and max(lengths) > longest:
+    timed = cfg.speed.draft_lengths if cfg.speed.repetitions else ()
+    for name, lengths in (("draft_length", (cfg.draft_length,)), ("speed.draft_lengths", timed)):
+        if longest is not None and max(lengths, default=0) > longest:
             raise ValueError(
                 f"{name}={max(lengths)} must be <= {longest}, the most this {family.name} draft proposes in a round; "
                 "lower it, or use a draft of a larger block"

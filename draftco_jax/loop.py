@@ -35,6 +35,8 @@ from draftco_jax.training.update import TrainState
 from draftco_jax.types import PackedBatch, PolicyVersion, Prompt, Rollouts, ScoredRollouts, StepReport
 from draftco_jax.weight_sync import Published
 
+_ALARM = "rollout/speculation_alarm"
+
 
 def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[str, Any]:
     """Train, leave everything in the run directory, return the summary. A finished run is left as it is."""
@@ -58,12 +60,13 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
             progress.stage("first evaluation (compiles the rollout program)")
             writer.write(StepReport(0, evaluate(run, weights)))
         progress.stage("training")
-        batch = None
+        batch, alarmed = None, False
         for step in range(first + 1, cfg.steps + 1):
             state, weights, batch, report = train_step(run, state, weights, step)
             writer.write(report)
             progress.update(step, report.metrics)
             check_finite(report)
+            alarmed = alarmed or sound_alarm(report, progress)
             if _due(step, cfg.checkpoint.every_steps) or step == cfg.steps:
                 checkpoints.save(state, run.key, resume_data(run))
         if batch is None:  # resumed after the last step: the timed update needs some batch
@@ -96,6 +99,18 @@ def check_finite(report: StepReport) -> None:
         )
 
 
+def sound_alarm(report: StepReport, progress: Progress) -> bool:
+    """Say that speculation has stopped helping, if it has; whether that was said."""
+    if not report.metrics.get(_ALARM):
+        return False
+    progress.note(
+        f"step {report.step}: accepted length {report.metrics['rollout/accepted_length']:.2f} is below "
+        "accepted_length_alarm; the output is still exact, but drafting no longer pays: pre-train the draft on the "
+        "policy's own rollouts (draftco pretrain-draft), raise draft_optimizer.learning_rate, or use speculation=off"
+    )
+    return True
+
+
 def train_step(
     run: Run, state: TrainState, weights: Published, step: int
 ) -> tuple[TrainState, Published, PackedBatch, StepReport]:
@@ -111,7 +126,9 @@ def train_step(
         state, update_metrics = jax.block_until_ready(run.update(state, batch, *_update_inputs(run)))
     with clock.stage("publish"):
         weights = publish(run, state)
-    metrics = _rollout_metrics(scored, clock.seconds["generate"]) | _on_host(update_metrics)
+    metrics = _rollout_metrics(scored, clock.seconds["generate"], run.cfg.accepted_length_alarm) | _on_host(
+        update_metrics
+    )
     metrics |= _learning_rates(run, step) | {"policy_version": float(scored.version.step)}
     if _due(step, run.cfg.evaluation.every_steps) or step == run.cfg.steps:
         metrics |= evaluate(run, weights)
@@ -179,7 +196,7 @@ def _update_inputs(run: Run) -> tuple[Any, Any, Any]:
     return jnp.float32(run.cfg.draft_loss_weight), run.reference, run.twin
 
 
-def _rollout_metrics(scored: ScoredRollouts, seconds: float) -> dict[str, float]:
+def _rollout_metrics(scored: ScoredRollouts, seconds: float, alarm_below: float) -> dict[str, float]:
     rollouts, rewards = scored.rollouts, np.asarray(scored.rewards)
     response_tokens = np.asarray(rollouts.lengths) - np.asarray(rollouts.prompt_lengths)
     metrics = {
@@ -197,6 +214,7 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float) -> dict[str, float]
         metrics["rollout/proposed_per_round"] = stats.proposed / stats.rounds
         metrics["rollout/rounds"] = float(stats.rounds)
         metrics["rollout/accepted_length"] = stats.accepted_length
+        metrics[_ALARM] = float(stats.accepted_length < alarm_below)
         metrics["rollout/accepted_length_papers"] = stats.accepted_length_papers
         for position, rate in enumerate(stats.acceptance_rate_by_position, start=1):
             metrics[f"rollout/acceptance_rate_position_{position}"] = rate

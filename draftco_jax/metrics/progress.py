@@ -79,6 +79,10 @@ class Progress:
         if not self._console.is_terminal:
             self._plain(f"{self._title}: {text}")
 
+    def note(self, text: str) -> None:
+        """A line that stays: something the reader should know."""
+        self._plain(f"{self._title}: {text}")
+
     def _remaining(self, step: int) -> str:
         """Time left at the speed since the first finished step, which held the compilation and is left out."""
         if self._first is None or step <= self._first[0]:
