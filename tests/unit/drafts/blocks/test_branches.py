@@ -80,7 +80,7 @@ def test_the_block_of_training_is_the_block_of_a_rollout(case, branches, lay_out
     trained, logits = branches(case.cfg)(
         case.params, target._replace(taps=taps), rows, jnp.asarray(anchors), jnp.asarray(keep > 0)
     )
-    # Measured 1e-6: the same sums, in another order, over the keys that are there.
+    # Measured 1.3e-6 in states and 2.9e-6 in logs: the same sums, in another order, over the keys that are there.
     np.testing.assert_allclose(states, trained[:, 0], rtol=0, atol=1e-5)
     np.testing.assert_allclose(np.log(proposal.laws), jax.nn.log_softmax(logits[:, 0]), rtol=0, atol=1e-5)
     assert np.abs(np.asarray(states)).max() > 1 and np.asarray(proposal.laws).max() < 0.999
