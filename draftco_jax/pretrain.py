@@ -201,8 +201,8 @@ def _spec(run: Pretraining, phase: Phase) -> PretrainSpec:
     cfg = run.cfg
     return PretrainSpec(
         policy_graph=run.setting.policy_graph,
-        draft_graph=run.draft_graph,
         draft_cfg=phase.draft,
+        kept=run.kept,
         context=TrainingContext(cfg.rollout.sampling, cfg.chunk_tokens, cfg.draft_length),
         seed=cfg.seed,
     )

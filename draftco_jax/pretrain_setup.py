@@ -137,7 +137,7 @@ def rollouts_of(setting: Setting, run_dir: Path) -> PackedBatch:
     path = run_dir / ROLLOUTS_FILE
     if path.is_file():
         try:
-            with np.load(path) as held:
+            with path.open("rb") as file, np.load(file) as held:  # closed here: numpy leaves a file it refuses open
                 return PackedBatch(*(held[name] for name in PackedBatch._fields))
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise UserError(f"{path} cannot be read ({error}); delete it, the rollouts are then made again") from error

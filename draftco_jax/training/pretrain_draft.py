@@ -17,6 +17,7 @@ from jaxtyping import Array, Float32, Int32, Int64
 
 from draftco_jax.drafts.base import DraftConfig, DraftReport, Target, TrainingContext
 from draftco_jax.drafts.catalog import family_of
+from draftco_jax.drafts.vocabulary import graph_with_map
 from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.models.functional import ModelGraph, Params
 from draftco_jax.models.transformer import Decoder
@@ -33,8 +34,10 @@ class PretrainSpec:
     """What is fixed when the step is compiled."""
 
     policy_graph: ModelGraph
-    draft_graph: ModelGraph
     draft_cfg: DraftConfig
+    """With the loss of this phase: a model takes its loss from the config it was built with."""
+    kept: Int32[np.ndarray, " W"] | None
+    """Target ids of a reduced draft vocabulary."""
     context: TrainingContext
     seed: int = 0
     """Root of what a draft's loss draws at random (its anchors), with the optimizer steps taken as in a run."""
@@ -59,6 +62,7 @@ def make_step(spec: PretrainSpec, optimizer: optax.GradientTransformation) -> St
     family = family_of(spec.draft_cfg)
     assert family.loss is not None and family.denominator is not None, "families without weights are refused before"
     family_loss, family_denominator = family.loss, family.denominator
+    draft_graph = graph_with_map(spec.draft_cfg, spec.kept)
 
     def loss_fn(draft: Params, policy: Params, batch: PackedBatch, key: Array) -> tuple[Array, DraftReport]:
         target_model: Decoder = spec.policy_graph.merge(policy)
@@ -66,7 +70,7 @@ def make_step(spec: PretrainSpec, optimizer: optax.GradientTransformation) -> St
         hidden, taps = target_model(batch.tokens, batch.positions, batch.segment_ids, tap_layers=taps_of)
         target = Target(taps, hidden, target_model.head_kernel(), target_model.embed_tokens[...])
         denominator = family_denominator(batch, spec.draft_cfg, key)
-        model = spec.draft_graph.merge(draft)
+        model = draft_graph.merge(draft)
         return family_loss(model, target, batch, denominator=denominator, key=key, context=spec.context)
 
     # The policy is an argument: closed over, its weights would be constants of the program.

@@ -80,7 +80,7 @@ def test_pretraining_raises_acceptance_and_bug_case_b16_its_loss_is_that_of_the_
     draft, seen = from_policy(draft, policy), []
     before = jax.tree.map(np.array, policy)
     context = TrainingContext(SamplingConfig(), 32, 4)
-    spec = PretrainSpec(policy_graph=setup.spec.policy_graph, draft_graph=graph, draft_cfg=cfg, context=context)
+    spec = PretrainSpec(policy_graph=setup.spec.policy_graph, draft_cfg=cfg, kept=None, context=context)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), 60)
     step, state = make_step(spec, optimizer), init_state(draft, optimizer)
     for _ in range(60):
