@@ -1,6 +1,6 @@
 """Pre-training of the EAGLE-3 draft of the 3-digit policy on its own rollouts, on two CPU cores in a few minutes.
 
-    draftco pretrain-draft --config configs/pretrain_arithmetic3_eagle3_cpu.py --run-dir runs/draft
+draftco pretrain-draft --config configs/pretrain_arithmetic3_eagle3_cpu.py --run-dir runs/draft
 """
 
 from draftco_jax.config import EvaluationConfig

@@ -43,7 +43,11 @@ FIGURE_FILE = "accepted_length.png"
 
 
 def pretrain(cfg: PretrainConfig, run_dir: str | Path, *, resume: bool = False) -> dict[str, Any]:
-    """Train, leave everything in the directory, return the summary. A finished training is left as it is."""
+    """Train, leave everything in the directory, return the summary. A finished training is left as it is.
+
+    The draft that is written is that of the last step; the summary also says at which step the held-out accepted length
+    was best.
+    """
     run_dir, started = Path(run_dir), time.perf_counter()
     check_directory(cfg, run_dir, resume)
     if finished := read_summary(run_dir):
