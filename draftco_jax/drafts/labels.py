@@ -8,13 +8,15 @@ Letters: n steps (passes, slots), R packed rows, A anchors of a row (every index
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from draftco_jax.drafts.base import DraftReport
+from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.draft import (
     DraftLossConfig,
     advantage_weights,
@@ -28,6 +30,7 @@ from draftco_jax.losses.draft import (
 )
 from draftco_jax.losses.law_pair import LawPairTerms
 from draftco_jax.numerics.masked import masked_mean
+from draftco_jax.numerics.shift import look_ahead, same_document
 from draftco_jax.types import PackedBatch
 
 
@@ -74,6 +77,46 @@ def weigh_labels(
         max_documents=batch.segment_ids.shape[1],
     )
     return Labels(masks, scaled, denominator)
+
+
+def map_steps(
+    fn: Callable[..., LawPairTerms],
+    features: Float[Array, "n R T F"],
+    batch: PackedBatch,
+    hidden: Float[Array, "R T D"] | None,
+    chunk_tokens: int,
+) -> LawPairTerms:
+    """Both laws of each step at every index: step k at t speaks of x_{t+2+k} and learns from the policy at t + 1 + k.
+
+    All steps go through one loop over chunks: the backward pass then accumulates the head's gradient once, where a loop
+    for each step would hold one more copy of it for each.
+
+    Args:
+        fn: ``fn(features [c, F], labels i32[c], teacher [c, D] or None)`` for c tokens.
+        features: what the head reads of each step.
+        batch: the rows.
+        hidden: the policy's final states; None where no loss needs its law.
+        chunk_tokens: upper bound of c.
+    """
+    steps, (rows, tokens) = features.shape[0], batch.tokens.shape
+    labels = jnp.stack([tokens_ahead(batch, k + 2) for k in range(steps)])
+    # Indices and not states: shifted copies of the states would take n times their memory.
+    index = jnp.arange(rows * tokens, dtype=jnp.int32).reshape(rows, tokens)
+    teachers = jnp.stack([look_ahead(index, k + 1) for k in range(steps)])
+    flat = None if hidden is None else hidden.reshape(rows * tokens, -1)
+
+    def terms(features: Array, labels: Array, teachers: Array) -> LawPairTerms:
+        return fn(features, labels, None if flat is None else flat[teachers])
+
+    merged = [a.reshape(steps * rows, *a.shape[2:]) for a in (features, labels, teachers)]
+    out = map_tokens(terms, tuple(merged), chunk_tokens=chunk_tokens)
+    return jax.tree.map(lambda a: a.reshape(steps, rows, tokens), out)
+
+
+def tokens_ahead(batch: PackedBatch, steps: int) -> Int[Array, "R T"]:
+    """x_{t+steps} inside the document, token 0 past its end (no live label reads that)."""
+    inside = same_document(batch.segment_ids, steps)
+    return jnp.where(inside, look_ahead(batch.tokens, steps), 0)
 
 
 def draft_loss(

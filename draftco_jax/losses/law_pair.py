@@ -264,11 +264,15 @@ def _over_tiles(
     if width <= tile:
         return step(init, 0, jnp.ones(width, bool))
 
-    def body(i: Array, carry: Carry) -> Carry:
+    def body(state: tuple[Array, Carry]) -> tuple[Array, Carry]:
+        i, carry = state
         start = jnp.minimum(i * tile, width - tile)
-        return step(carry, start, start + jnp.arange(tile) >= i * tile)
+        return i + 1, step(carry, start, start + jnp.arange(tile, dtype=jnp.int32) >= i * tile)
 
-    return lax.fori_loop(0, -(-width // tile), body, init)
+    # A while loop and not a scan: inside the scan over chunks, partial evaluation would pull what depends on the tile
+    # alone out of both, the slices of the head and masks of [tokens, vocabulary], and keep them all.
+    tiles = jnp.int32(-(-width // tile))
+    return lax.while_loop(lambda state: state[0] < tiles, body, (jnp.int32(0), init))[1]
 
 
 def _columns(kernel: Array, start: Array | int, size: int) -> Array:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Key
+from jaxtyping import Array, Float32, Key
 
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.eagle3.module import Eagle3
-from draftco_jax.drafts.labels import Labels, draft_loss, report, weigh_labels
-from draftco_jax.losses.chunked import map_tokens
+from draftco_jax.drafts.labels import Labels, draft_loss, map_steps, report, tokens_ahead, weigh_labels
 from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
 from draftco_jax.models.attention import packed_causal_mask
 from draftco_jax.models.functional import Params
@@ -97,38 +96,23 @@ def passes_loss(
     """
     target = jax.lax.stop_gradient(target)
     cfg = draft.cfg
-    embeds = [target.embedding[_next_tokens(batch, k + 1)] for k in range(cfg.passes)]
+    embeds = [target.embedding[tokens_ahead(batch, k + 1)] for k in range(cfg.passes)]
     states = draft.passes(embeds, target.taps, batch.positions, packed_causal_mask(batch.segment_ids))
-    terms = [_pass_terms(draft, target, batch, k, state, context) for k, state in enumerate(states)]
-    stacked: LawPairTerms = jax.tree.map(lambda *of_passes: jnp.stack(of_passes), *terms)
-    of_batch = labels(batch, cfg)
-    loss, per_label = draft_loss(stacked, of_batch, cfg.loss, denominator)
-    return loss, report(per_label, stacked.overlap, of_batch.masks, context.draft_length)
 
-
-def _next_tokens(batch: PackedBatch, steps: int) -> Int[Array, "R T"]:
-    """x_{t+steps} inside the document, token 0 past its end (no live pass reads that)."""
-    inside = same_document(batch.segment_ids, steps)
-    return jnp.where(inside, look_ahead(batch.tokens, steps), 0)
-
-
-def _pass_terms(
-    draft: Eagle3, target: Target, batch: PackedBatch, k: int, state: Float[Array, "R T D"], context: TrainingContext
-) -> LawPairTerms:
-    """Both laws of pass k at every token; arrays [R, T]."""
-
-    def terms(state: Array, labels: Array, *teacher: Array) -> LawPairTerms:
+    def laws(features: Array, labels: Array, teacher: Array | None) -> LawPairTerms:
         return law_pair_terms(
-            draft.features(state),
+            features,
             draft.lm_head.kernel[...],
-            teacher[0] if teacher else None,
-            target.head if teacher else None,
+            teacher,
+            None if teacher is None else target.head,
             labels,
             kept=draft.kept,
             sampling=context.sampling,
             tile=context.tile,
         )
 
-    teacher = () if target.hidden is None else (look_ahead(target.hidden, k + 1),)
-    arrays = (state, _next_tokens(batch, k + 2), *teacher)
-    return map_tokens(terms, arrays, chunk_tokens=context.chunk_tokens)
+    features = draft.features(jnp.stack(states))
+    terms = map_steps(laws, features, batch, target.hidden, context.chunk_tokens)
+    of_batch = labels(batch, cfg)
+    loss, per_label = draft_loss(terms, of_batch, cfg.loss, denominator)
+    return loss, report(per_label, terms.overlap, of_batch.masks, context.draft_length)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int, Key
+from jaxtyping import Array, Float32, Key
 
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
-from draftco_jax.drafts.labels import Labels, draft_loss, report, weigh_labels
+from draftco_jax.drafts.labels import Labels, draft_loss, map_steps, report, tokens_ahead, weigh_labels
 from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.drafts.mtp.module import Mtp
-from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
 from draftco_jax.models.attention import packed_causal_mask
 from draftco_jax.numerics.shift import look_ahead, same_document
@@ -79,25 +78,19 @@ def steps_loss(
     embeds = [target.embedding[tokens_ahead(batch, k + 1)] for k in range(cfg.steps)]
     outputs = draft.unroll(embeds, hidden, batch.positions, packed_causal_mask(batch.segment_ids))
 
-    def terms(normed: Array, teacher: Array, label: Array) -> LawPairTerms:
+    def laws(features: Array, labels: Array, teacher: Array | None) -> LawPairTerms:
         return law_pair_terms(
-            normed, target.head, teacher, target.head, label, kept=None, sampling=context.sampling, tile=context.tile
+            features,
+            target.head,
+            teacher,
+            target.head,
+            labels,
+            kept=None,
+            sampling=context.sampling,
+            tile=context.tile,
         )
 
-    steps = [
-        map_tokens(
-            terms,
-            (draft.norm(z), look_ahead(hidden, k + 1), tokens_ahead(batch, k + 2)),
-            chunk_tokens=context.chunk_tokens,
-        )
-        for k, z in enumerate(outputs)
-    ]
-    stacked: LawPairTerms = jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *steps)
+    terms = map_steps(laws, draft.norm(jnp.stack(outputs)), batch, hidden, context.chunk_tokens)
     of_batch = labels(batch, cfg)
-    loss, per_label = draft_loss(stacked, of_batch, cfg.loss, denominator)
-    return loss, report(per_label, stacked.overlap, of_batch.masks, context.draft_length)
-
-
-def tokens_ahead(batch: PackedBatch, steps: int) -> Int[Array, "R T"]:
-    """x_{t+steps} inside the document, token 0 past its end (nothing live reads that)."""
-    return jnp.where(same_document(batch.segment_ids, steps), look_ahead(batch.tokens, steps), 0)
+    loss, per_label = draft_loss(terms, of_batch, cfg.loss, denominator)
+    return loss, report(per_label, terms.overlap, of_batch.masks, context.draft_length)
