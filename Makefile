@@ -1,12 +1,14 @@
 # Everything here needs only Python 3.11+ and make; each target installs what it needs first.
 #
 #   make demo                      train the demo, leave runs/demo/report.html
+#   make demo DRAFT=dflash         the same with another draft: eagle3 dflash dspark mtp suffix ngram
 #   make test                      the test suite
 #   make test PYTHON=python3.12    the same suite on the newer pinned set, in a virtual environment of its own
 
 PYTHON ?= python3
 VENV ?= $(if $(filter python3,$(notdir $(PYTHON))),.venv,.venv-$(notdir $(PYTHON)))
 ARGS ?=
+DRAFT ?= eagle3
 
 BIN := $(VENV)/bin
 # An environment that is already there decides by its own version, not by that of PYTHON.
@@ -20,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest
 .PHONY: help setup demo demo-fast test test-all test-fast lint warm-start clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,5p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,6p'
 	@echo 'other targets: setup demo-fast test-fast test-all lint warm-start clean'
 
 setup: $(STAMP)
@@ -34,7 +36,8 @@ $(STAMP): pyproject.toml $(wildcard .ci/constraints-python*.txt)
 
 # --resume: a second `make demo` continues a run that was stopped and leaves a finished one as it is.
 demo: $(STAMP)
-	$(BIN)/draftco train --config configs/grpo_arithmetic3_eagle3_cpu.py --run-dir runs/demo --resume $(ARGS)
+	$(BIN)/draftco train --config configs/grpo_arithmetic3_$(DRAFT)_cpu.py \
+	  --run-dir runs/demo$(addprefix -,$(filter-out eagle3,$(DRAFT))) --resume $(ARGS)
 
 demo-fast: $(STAMP)
 	$(BIN)/draftco train --config configs/grpo_arithmetic2_eagle3_cpu.py --run-dir runs/demo-fast --resume $(ARGS)

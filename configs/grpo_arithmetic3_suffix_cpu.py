@@ -15,6 +15,6 @@ def get_config() -> RunConfig:
     return replace(
         eagle3_config(),
         speculation="frozen",
-        draft=SuffixConfig(history_tokens=1024, max_match=8),
+        draft=SuffixConfig(history_tokens=4096, max_match=8),
         draft_checkpoint=None,
     )

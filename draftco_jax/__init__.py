@@ -13,15 +13,46 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftco_jax.config import RunConfig, load_config
+    from draftco_jax.drafts.dflash.config import DFlashConfig
+    from draftco_jax.drafts.dspark.config import DSparkConfig
+    from draftco_jax.drafts.eagle3.config import Eagle3Config
+    from draftco_jax.drafts.mtp.config import MtpConfig
+    from draftco_jax.drafts.ngram.config import NGramConfig
+    from draftco_jax.drafts.suffix.config import SuffixConfig
     from draftco_jax.errors import UserError
     from draftco_jax.loop import train
+    from draftco_jax.pretrain import pretrain
+    from draftco_jax.pretrain_config import PretrainConfig, load_pretrain_config
 
-__all__ = ["RunConfig", "UserError", "load_config", "train"]
+__all__ = [
+    "DFlashConfig",
+    "DSparkConfig",
+    "Eagle3Config",
+    "MtpConfig",
+    "NGramConfig",
+    "PretrainConfig",
+    "RunConfig",
+    "SuffixConfig",
+    "UserError",
+    "load_config",
+    "load_pretrain_config",
+    "pretrain",
+    "train",
+]
 
 _HOMES = {
+    "DFlashConfig": "draftco_jax.drafts.dflash.config",
+    "DSparkConfig": "draftco_jax.drafts.dspark.config",
+    "Eagle3Config": "draftco_jax.drafts.eagle3.config",
+    "MtpConfig": "draftco_jax.drafts.mtp.config",
+    "NGramConfig": "draftco_jax.drafts.ngram.config",
+    "PretrainConfig": "draftco_jax.pretrain_config",
     "RunConfig": "draftco_jax.config",
+    "SuffixConfig": "draftco_jax.drafts.suffix.config",
     "UserError": "draftco_jax.errors",
     "load_config": "draftco_jax.config",
+    "load_pretrain_config": "draftco_jax.pretrain_config",
+    "pretrain": "draftco_jax.pretrain",
     "train": "draftco_jax.loop",
 }
 

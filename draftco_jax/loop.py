@@ -21,6 +21,7 @@ from draftco_jax.checkpoint import Checkpointer
 from draftco_jax.config import RunConfig
 from draftco_jax.data.packing import pack
 from draftco_jax.decoding.stats import speculation_stats
+from draftco_jax.drafts.catalog import family_of
 from draftco_jax.errors import UserError
 from draftco_jax.evaluation import build_request
 from draftco_jax.losses.advantages import group_relative_advantages, zero_variance_fraction
@@ -160,7 +161,10 @@ def pack_rollouts(run: Run, scored: ScoredRollouts) -> PackedBatch:
         jnp.asarray(scored.rewards), std_normalise=algorithm.std_normalise, leave_one_out=algorithm.leave_one_out
     )
     rows, row_tokens = scored.rollouts.tokens.shape
-    return pack(scored, np.asarray(advantages), row_tokens, rows)
+    batch = pack(scored, np.asarray(advantages), row_tokens, rows)
+    if run.spec.draft_cfg is not None:
+        family_of(run.spec.draft_cfg).check_batch(batch, run.spec.draft_cfg)
+    return batch
 
 
 def make_batch(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> PackedBatch:
