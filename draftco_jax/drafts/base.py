@@ -236,3 +236,19 @@ def check_tap_layers(tap_layers: tuple[int, ...]) -> None:
     """Refuse taps that are not increasing layer numbers."""
     if not tap_layers or list(tap_layers) != sorted(set(tap_layers)) or tap_layers[0] < 0:
         raise ValueError(f"tap_layers={tap_layers} must be increasing layer numbers >= 0; give e.g. (0, 1)")
+
+
+def sizes_of(target: DecoderConfig) -> dict[str, Any]:
+    """Sizes and constants of the policy that a draft of its own width takes over, by field name."""
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "max_position_embeddings",
+    )
+    return {name: getattr(target, name) for name in names}

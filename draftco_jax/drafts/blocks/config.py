@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftco_jax.drafts.base import DraftConfig, check_model_draft, check_tap_layers
+from draftco_jax.drafts.base import DraftConfig, check_model_draft, check_tap_layers, sizes_of
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.transformer import check_sizes
 
@@ -124,18 +124,8 @@ class BlockDraftConfig(DraftConfig):
 
 def values_for(target: DecoderConfig, changes: dict[str, Any]) -> dict[str, Any]:
     """Fields of a draft of the policy's own width with the published taps, then `changes`."""
-    return {
-        "tap_layers": default_taps(changes.get("num_hidden_layers", 5), target.num_hidden_layers),
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
-        "num_attention_heads": target.num_attention_heads,
-        "num_key_value_heads": target.num_key_value_heads,
-        "head_dim": target.head_dim,
-        "rms_norm_eps": target.rms_norm_eps,
-        "rope_theta": target.rope_theta,
-        "max_position_embeddings": target.max_position_embeddings,
-    } | changes
+    taps = default_taps(changes.get("num_hidden_layers", 5), target.num_hidden_layers)
+    return sizes_of(target) | {"tap_layers": taps} | changes
 
 
 def default_taps(count: int, layers: int) -> tuple[int, ...]:

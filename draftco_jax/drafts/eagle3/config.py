@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftco_jax.drafts.base import DraftConfig, check_model_draft, check_tap_layers
+from draftco_jax.drafts.base import DraftConfig, check_model_draft, check_tap_layers, sizes_of
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.transformer import DecoderConfig, check_sizes
 
@@ -73,20 +73,8 @@ class Eagle3Config(DraftConfig):
         """A draft of the target's own width that reads three of its layers (all of them below seven layers)."""
         layers = target.num_hidden_layers
         default = (1, layers // 2 - 1, layers - 4) if layers >= 7 else tuple(range(layers))
-        values: dict[str, Any] = {
-            "tap_layers": tap_layers or default,
-            "vocab_size": target.vocab_size,
-            "draft_vocab_size": target.vocab_size,
-            "hidden_size": target.hidden_size,
-            "intermediate_size": target.intermediate_size,
-            "num_attention_heads": target.num_attention_heads,
-            "num_key_value_heads": target.num_key_value_heads,
-            "head_dim": target.head_dim,
-            "rms_norm_eps": target.rms_norm_eps,
-            "rope_theta": target.rope_theta,
-            "max_position_embeddings": target.max_position_embeddings,
-        }
-        return cls(**(values | changes))
+        taps = {"tap_layers": tap_layers or default, "draft_vocab_size": target.vocab_size}
+        return cls(**(sizes_of(target) | taps | changes))
 
     def check_target(self, target: DecoderConfig) -> None:
         """Raise ValueError where this draft cannot read that target."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftco_jax.drafts.base import DraftConfig, check_model_draft
+from draftco_jax.drafts.base import DraftConfig, check_model_draft, sizes_of
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.transformer import DecoderConfig, check_sizes
 
@@ -99,18 +99,7 @@ class MtpConfig(DraftConfig):
     @classmethod
     def for_target(cls, target: DecoderConfig, **changes: Any) -> MtpConfig:
         """A head of the target's own sizes."""
-        values: dict[str, Any] = {
-            "vocab_size": target.vocab_size,
-            "hidden_size": target.hidden_size,
-            "intermediate_size": target.intermediate_size,
-            "num_attention_heads": target.num_attention_heads,
-            "num_key_value_heads": target.num_key_value_heads,
-            "head_dim": target.head_dim,
-            "rms_norm_eps": target.rms_norm_eps,
-            "rope_theta": target.rope_theta,
-            "max_position_embeddings": target.max_position_embeddings,
-        }
-        return cls(**(values | changes))
+        return cls(**(sizes_of(target) | changes))
 
     def check_target(self, target: DecoderConfig) -> None:
         """Raise ValueError where this draft cannot read that target."""
