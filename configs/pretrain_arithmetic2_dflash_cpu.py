@@ -8,7 +8,7 @@ from dataclasses import replace
 from pretrain_arithmetic2_eagle3_cpu import get_config as eagle3_config
 
 from draftco_jax.drafts.dflash.config import DFlashConfig
-from draftco_jax.pretrain_config import PretrainConfig
+from draftco_jax.pretrain_config import OwnRolloutsConfig, PretrainConfig
 from draftco_jax.training.optimizer import OptimizerConfig
 
 
@@ -25,8 +25,9 @@ def get_config() -> PretrainConfig:
             num_anchors=12,
             row_anchors=12,
         ),
-        # More steps on fewer rows than the recurrent drafts: a block is filled at once, which is harder to learn.
+        # A block is filled at once, which is harder to learn than a chain: more texts, more steps, fewer rows each.
+        rollout=OwnRolloutsConfig(sequences=16384),
         batch_rows=32,
-        steps=2000,
+        steps=3000,
         optimizer=OptimizerConfig(learning_rate=8e-3, schedule="cosine", warmup_steps=50),
     )

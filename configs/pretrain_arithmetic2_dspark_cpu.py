@@ -8,7 +8,8 @@ from dataclasses import replace
 from pretrain_arithmetic2_eagle3_cpu import get_config as eagle3_config
 
 from draftco_jax.drafts.dspark.config import DSparkConfig
-from draftco_jax.pretrain_config import PretrainConfig
+from draftco_jax.losses.draft import DraftLossConfig
+from draftco_jax.pretrain_config import AdaptationConfig, OwnRolloutsConfig, PretrainConfig
 from draftco_jax.training.optimizer import OptimizerConfig
 
 
@@ -23,11 +24,18 @@ def get_config() -> PretrainConfig:
             num_hidden_layers=2,
             intermediate_size=128,
             markov_rank=32,
+            loss=DraftLossConfig(hard_cross_entropy=1.0),
             num_anchors=12,
             row_anchors=12,
         ),
-        # More steps on fewer rows than the recurrent drafts: a block is filled at once, which is harder to learn.
+        # As for DFlash; then on total variation, which decides how many of the drafts are accepted.
+        rollout=OwnRolloutsConfig(sequences=16384),
         batch_rows=32,
         steps=2000,
         optimizer=OptimizerConfig(learning_rate=8e-3, schedule="cosine", warmup_steps=50),
+        adaptation=AdaptationConfig(
+            steps=1000,
+            optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=10),
+            loss=DraftLossConfig(end_to_end_tv=1.0),
+        ),
     )

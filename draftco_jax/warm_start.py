@@ -225,7 +225,10 @@ def main() -> None:
     parser.add_argument("--draft", choices=sorted(DRAFTS), help="make only this draft, for the policy that is in --out")
     args = parser.parse_args()
     recipe = RECIPES[args.digits]
-    card = remake_draft(recipe, args.draft, args.out) if args.draft else make(recipe, args.out)
+    try:
+        card = remake_draft(recipe, args.draft, args.out) if args.draft else make(recipe, args.out)
+    except UserError as error:
+        parser.error(str(error))
     print(json.dumps(card, indent=2))
 
 
