@@ -53,7 +53,7 @@ def accepted_length(run: RunData) -> Drawn | LeftOut:
     legend_below(figure, [axes])
     caption = (
         "Sampled: committed tokens / verify rounds, pooled over all requests of a step, bonus and residual tokens "
-        "included. τ_prob = 1 + Σ_k Π_{j≤k} (1 − TV_j) over the trained passes up to K, TV_j the total variation "
+        "included. τ_prob = 1 + Σ_k Π_{j≤k} (1 − TV_j) over the trained positions up to K, TV_j the total variation "
         "between the draft's and the policy's laws at each trained token. It has no sampling noise, and differs from "
         "the sampled length because rounds do not begin at every token."
     )
@@ -126,22 +126,22 @@ def _split_caption(first_step: int, start_difference: float) -> str:
 
 
 def draft_loss(run: RunData) -> Drawn | LeftOut:
-    """The co-trained draft's loss, one line per training-time-test pass."""
-    passes = run.count("draft/loss_pass")
-    if not passes and not run.has("draft/loss"):
+    """The co-trained draft's loss, one line per drafted position."""
+    positions = run.count("draft/loss_position")
+    if not positions and not run.has("draft/loss"):
         if run.speculation == "frozen":
             return LeftOut("Draft loss: the draft is frozen in this run (speculation = frozen).")
         return left_out(run, "Draft loss")
     figure, (axes,) = new_figure()
-    colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.85, max(passes, 1)))
-    for number in range(1, passes + 1):
-        draw_line(axes, run.series(f"draft/loss_pass_{number}"), f"pass {number}", colours[number - 1], smooth=True)
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.85, max(positions, 1)))
+    for number in range(1, positions + 1):
+        draw_line(axes, run.series(f"draft/loss_position_{number}"), f"position {number}", colours[number - 1], smooth=True)
     if run.has("draft/loss"):
-        draw_line(axes, run.series("draft/loss"), "all passes, weighted", INK, smooth=True, dash="--")
+        draw_line(axes, run.series("draft/loss"), "all positions, weighted", INK, smooth=True, dash="--")
     over_steps(axes, "loss (nats per label token)")
     legend_below(figure, [axes])
     return Drawn(
         figure,
-        "Loss of the co-trained draft against the policy's law. In pass n the draft has read n − 1 of its own "
-        "features instead of the policy's, as it does at position n of a verify round.",
+        "Loss of the co-trained draft. Position n is what proposes the n-th token of a verify round: the n-th pass of a "
+        "chain, which has read n − 1 of its own states instead of the policy's, or the n-th place of a block.",
     )

@@ -192,10 +192,10 @@ def _policy_objective(
 
 
 def _draft_metrics(group: str, report: DraftReport, *, with_losses: bool) -> dict[str, Array]:
-    """Flat names, passes counted from 1."""
+    """Flat names, drafted positions counted from 1."""
     metrics = {f"{group}/tau_prob": report.tau_prob}
     for k in range(report.losses.shape[0]):
-        metrics[f"{group}/tv_pass_{k + 1}"] = 1.0 - report.acceptances[k]
+        metrics[f"{group}/tv_position_{k + 1}"] = 1.0 - report.acceptances[k]
         if with_losses:
-            metrics[f"{group}/loss_pass_{k + 1}"] = report.losses[k]
+            metrics[f"{group}/loss_position_{k + 1}"] = report.losses[k]
     return metrics | {f"{group}/{name}": value for name, value in report.extra.items()}

@@ -89,8 +89,8 @@ def draft_metrics(report: DraftReport) -> dict[str, Array]:
     """Names as in a run, steps of the draft counted from 1; tv is 1 - acceptance."""
     metrics = {"draft/tau_prob": report.tau_prob}
     for k in range(report.losses.shape[0]):
-        metrics[f"draft/loss_pass_{k + 1}"] = report.losses[k]
-        metrics[f"draft/tv_pass_{k + 1}"] = 1.0 - report.acceptances[k]
+        metrics[f"draft/loss_position_{k + 1}"] = report.losses[k]
+        metrics[f"draft/tv_position_{k + 1}"] = 1.0 - report.acceptances[k]
     return metrics | {f"draft/{name}": value for name, value in report.extra.items()}
 
 

@@ -23,8 +23,8 @@ ARMS = ("off", "frozen", "cotrained")
 
 EVERYWHERE = {"reward/mean", "agreement/kl_k3", "policy/loss", "policy/entropy", "policy/gradient_norm"}
 SPECULATIVE = {"rollout/accepted_length", "rollout/rounds", "rollout/acceptance_rate_position_2"}
-WITH_A_DRAFT = {"frozen_draft/tau_prob", "frozen_draft/tv_pass_2"}
-TRAINED_DRAFT = {"draft/loss", "draft/tau_prob", "draft/gradient_norm", "draft/learning_rate", "draft/loss_pass_2"}
+WITH_A_DRAFT = {"frozen_draft/tau_prob", "frozen_draft/tv_position_2"}
+TRAINED_DRAFT = {"draft/loss", "draft/tau_prob", "draft/gradient_norm", "draft/learning_rate", "draft/loss_position_2"}
 PRESENT = {
     "off": EVERYWHERE,
     "frozen": EVERYWHERE | SPECULATIVE | WITH_A_DRAFT,

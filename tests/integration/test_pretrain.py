@@ -103,7 +103,7 @@ def test_every_family_learns_and_its_exported_draft_is_the_trained_one(name, fin
     evaluated = [line["step"] for line in lines if "eval/accepted_length" in line]
     assert evaluated == sorted({0, 12, 24, config.total_steps})
     assert lines[-1]["draft/loss"] < lines[1]["draft/loss"] or config.adaptation is not None
-    assert {"draft/tau_prob", "draft/tv_pass_1", "draft/tv_pass_2", "draft/learning_rate"} <= lines[1].keys()
+    assert {"draft/tau_prob", "draft/tv_position_1", "draft/tv_position_2", "draft/learning_rate"} <= lines[1].keys()
     assert (run_dir / "accepted_length.png").read_bytes().startswith(b"\x89PNG")
 
     load = family_of(config.draft).load
@@ -138,9 +138,9 @@ def test_the_second_phase_trains_on_its_own_loss_with_a_fresh_optimizer(finished
     assert rates == pytest.approx([1e-2] * STEPS + [1e-3] * ADAPTED)
     for line in lines[STEPS + 1 :]:
         # 1 - prod a_i lies in [0, 1], and its first step is 1 - a_1; cross-entropies are neither.
-        assert line["draft/loss_pass_1"] == pytest.approx(line["draft/tv_pass_1"], abs=1e-6)
-        assert line["draft/loss_pass_2"] > line["draft/loss_pass_1"]
-    assert lines[STEPS]["draft/loss_pass_1"] > lines[STEPS]["draft/tv_pass_1"] + 0.05
+        assert line["draft/loss_position_1"] == pytest.approx(line["draft/tv_position_1"], abs=1e-6)
+        assert line["draft/loss_position_2"] > line["draft/loss_position_1"]
+    assert lines[STEPS]["draft/loss_position_1"] > lines[STEPS]["draft/tv_position_1"] + 0.05
     first, second = (phase["accepted_length"] for phase in summary["phases"])
     assert first["end"] == second["start"] and [p["last_step"] for p in summary["phases"]] == [24, 28]
 

@@ -22,13 +22,13 @@ def draft_metrics(progress, noise, speculation):
         metrics[f"rollout/acceptance_rate_position_{position}"] = min(1.0, rate)
     metrics["frozen_draft/tau_prob"] = 3.3 + 0.35 * progress + 0.03 * noise[5] * min(1.0, 20 * progress)
     for number in range(1, PASSES + 1):
-        metrics[f"frozen_draft/tv_pass_{number}"] = 0.2 + 0.02 * number - 0.05 * progress
+        metrics[f"frozen_draft/tv_position_{number}"] = 0.2 + 0.02 * number - 0.05 * progress
     if speculation == "cotrained":
         metrics["draft/tau_prob"] = 3.3 + 0.52 * progress + 0.03 * noise[5] * min(1.0, 20 * progress)
         metrics |= {"draft/gradient_norm": 2.0 * math.exp(-progress + 0.2 * noise[6]), "draft/learning_rate": 1e-3}
         for number in range(1, PASSES + 1):
-            metrics[f"draft/loss_pass_{number}"] = 0.9 + 0.15 * number - 0.3 * progress + 0.03 * noise[7]
-            metrics[f"draft/tv_pass_{number}"] = 0.2 + 0.02 * number - 0.07 * progress
+            metrics[f"draft/loss_position_{number}"] = 0.9 + 0.15 * number - 0.3 * progress + 0.03 * noise[7]
+            metrics[f"draft/tv_position_{number}"] = 0.2 + 0.02 * number - 0.07 * progress
         metrics["draft/loss"] = 2.6 - 0.8 * progress + 0.05 * noise[7]
     return metrics
 

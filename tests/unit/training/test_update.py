@@ -100,9 +100,9 @@ def test_a_state_taken_apart_and_put_together_continues_bit_for_bit(start, updat
 
 def test_the_frozen_twin_is_measured_on_the_same_rollouts_and_not_trained(setup, start, update, batch):
     _, metrics = update(start, batch, 1.0, setup.draft)
-    for name in ("tau_prob", "tv_pass_1", "tv_pass_2"):  # the draft is the twin before its first step
+    for name in ("tau_prob", "tv_position_1", "tv_position_2"):  # the draft is the twin before its first step
         np.testing.assert_allclose(metrics[f"draft/{name}"], metrics[f"frozen_draft/{name}"], rtol=1e-6)
-    assert "frozen_draft/loss_pass_1" not in metrics
+    assert "frozen_draft/loss_position_1" not in metrics
     assert all(np.ndim(value) == 0 and value.dtype == jnp.float32 for value in metrics.values())
 
 

@@ -87,7 +87,7 @@ def test_pretraining_raises_acceptance_and_bug_case_b16_its_loss_is_that_of_the_
         state, metrics = step(state, policy, demonstrations)
         seen.append({name: float(value) for name, value in metrics.items()})
     assert int(state.step) == 60 and state.policy is None
-    first, last = [1.0 - seen[i]["draft/tv_pass_1"] for i in (0, -1)]
+    first, last = [1.0 - seen[i]["draft/tv_position_1"] for i in (0, -1)]
     assert last > first + 0.3 and last > 0.6
     jax.tree.map(np.testing.assert_array_equal, policy, before)
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (state.draft, draft)), strict=True))
@@ -106,7 +106,7 @@ def test_pretraining_raises_acceptance_and_bug_case_b16_its_loss_is_that_of_the_
     joint = jax.jit(lambda p: objective(p, demonstrations, counts, jnp.float32(1.0), None, None, spec, key)[1])
     metrics = joint({"policy": policy, "draft": draft})
     # The same sums in another program: float32 rounding.
-    for name in ("draft/loss", "draft/loss_pass_1", "draft/tv_pass_1", "draft/tau_prob"):
+    for name in ("draft/loss", "draft/loss_position_1", "draft/tv_position_1", "draft/tau_prob"):
         np.testing.assert_allclose(float(metrics[name]), seen[0][name], rtol=1e-6)
 
 
