@@ -1,0 +1,76 @@
+"""Long sequences over the ranks of one mesh axis: zigzag layout, ring, branch attention, and what they cost.
+
+Rows are padded once (`pad_row`), put in the order of the ranks (`to_zigzag`) and sharded over the context axis. Inside
+shard_map each rank asks for the places of its tokens (`local_index`), says what its queries see (`causal_range`,
+`anchor_range`), and calls `ring_attention` or `branch_attention`.
+"""
+
+from draftco_jax.context_parallel.branch import (
+    Trunk,
+    TrunkMode,
+    branch_attention,
+    diagonal_branch,
+    ring_attention,
+    save_ring_policy,
+    sharded_ring_attention,
+    share_trunk,
+)
+from draftco_jax.context_parallel.layouts import (
+    Contiguous,
+    Layout,
+    Zigzag,
+    from_zigzag,
+    pad_row,
+    padded_tokens,
+    to_zigzag,
+)
+from draftco_jax.context_parallel.memory import TrunkShape, pick_trunk_mode
+from draftco_jax.context_parallel.ring import RingSpec
+from draftco_jax.context_parallel.zigzag import (
+    LocalAnchors,
+    anchor_capacity,
+    anchor_range,
+    causal_range,
+    check_documents,
+    local_index,
+    own_anchors,
+    shift_ahead,
+    windows_at,
+    with_halo,
+)
+from pallas_kernels.block_attention import KeyRange
+from pallas_kernels.branch_attention import Branch, Rule
+
+__all__ = [
+    "Branch",
+    "Contiguous",
+    "KeyRange",
+    "Layout",
+    "LocalAnchors",
+    "RingSpec",
+    "Rule",
+    "Trunk",
+    "TrunkMode",
+    "TrunkShape",
+    "Zigzag",
+    "anchor_capacity",
+    "anchor_range",
+    "branch_attention",
+    "causal_range",
+    "check_documents",
+    "diagonal_branch",
+    "from_zigzag",
+    "local_index",
+    "own_anchors",
+    "pad_row",
+    "padded_tokens",
+    "pick_trunk_mode",
+    "ring_attention",
+    "save_ring_policy",
+    "share_trunk",
+    "sharded_ring_attention",
+    "shift_ahead",
+    "to_zigzag",
+    "windows_at",
+    "with_halo",
+]

@@ -1,0 +1,206 @@
+"""What each query sees, in places of the whole sequence, and values from later in it.
+
+Every function here but `check_documents` runs on one rank's tokens, inside shard_map (or outside of it with axis None
+and one rank).
+
+Letters: C ranks, R rows, L tokens of a rank, w tokens of a chunk, m periods, s steps ahead, A anchors of a rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int, Int32, Shaped
+
+from draftco_jax.context_parallel.layouts import Layout, Zigzag
+from pallas_kernels.block_attention import KeyRange
+
+
+def rank_of(axis: str | None) -> Int32[Array, ""]:
+    """This rank on the context axis; 0 without one."""
+    return jnp.int32(0) if axis is None else lax.axis_index(axis)
+
+
+def local_index(layout: Layout, axis: str | None) -> Int32[Array, " L"]:
+    """Place in the whole sequence of each of this rank's tokens."""
+    return layout.index(rank_of(axis))
+
+
+def causal_range(
+    segment_ids: Int32[Array, "R L"],
+    positions: Int32[Array, "R L"],
+    index: Int32[Array, " L"],
+    *,
+    window: int | None = None,
+    live: Bool[Array, "R L"] | None = None,
+) -> KeyRange:
+    """Keys s <= t of the own document, at most `window` of them (t itself included); padding sees nothing.
+
+    A document starts at index - position, so neither segment ids nor positions have to travel with the keys.
+
+    Args:
+        segment_ids: 0 is padding.
+        positions: place in the document, counted from 0 without gaps (`check_documents` holds rows to that).
+        index: place in the whole sequence, `local_index`.
+        window: keys a query sees at most, None: all.
+        live: queries that are used; the others see nothing and cost nothing.
+    """
+    start = index[None, :] - positions
+    first = start if window is None else jnp.maximum(start, index[None, :] - (_window(window) - 1))
+    used = segment_ids > 0 if live is None else (segment_ids > 0) & live
+    return _blank(KeyRange(first, jnp.broadcast_to(index[None, :], first.shape)), used)
+
+
+def anchor_range(
+    anchors: Int32[Array, "R A"],
+    starts: Int32[Array, "R A"],
+    live: Bool[Array, "R A"],
+    *,
+    rows: int,
+    window: int | None = None,
+) -> KeyRange:
+    """Trunk keys start <= s < anchor, the same for all rows of a block; [R, A, rows] each.
+
+    With a window row j, which stands at anchor + j, sees only s > anchor + j - window.
+
+    Args:
+        anchors: place of each anchor in the whole sequence.
+        starts: place of the first token of its document.
+        live: which of the places for anchors are taken.
+        rows: rows of a block.
+        window: None: all of the context.
+    """
+    first = jnp.broadcast_to(starts[:, :, None], (*starts.shape, rows))
+    if window is not None:
+        row = anchors[:, :, None] + jnp.arange(rows, dtype=jnp.int32)[None, None, :]
+        first = jnp.maximum(first, row - (_window(window) - 1))
+    last = jnp.broadcast_to(anchors[:, :, None] - 1, first.shape)
+    return _blank(KeyRange(first, last), jnp.broadcast_to(live[:, :, None], first.shape))
+
+
+def shift_ahead(
+    x: Shaped[Array, "R L *rest"], steps: int, layout: Zigzag, axis: str | None, *, fill: float | int | bool = 0
+) -> Shaped[Array, "R L *rest"]:
+    """y[t] = x[t + steps] in the order of the whole sequence; `fill` where the sequence ends.
+
+    Documents are not looked at: compare shifted segment ids with the own ones, as without context parallelism.
+    """
+    ahead = with_halo(x, steps, layout, axis, fill=fill)[:, :, steps:]
+    return ahead.reshape(x.shape)
+
+
+def with_halo(
+    x: Shaped[Array, "R L *rest"], steps: int, layout: Zigzag, axis: str | None, *, fill: float | int | bool = 0
+) -> Shaped[Array, "R q e *rest"]:
+    """Each chunk of this rank (q = 2 m of them) followed by the next `steps` tokens of the sequence, e = w + steps.
+
+    The chunk after an early one is on the next rank (on the last rank it is the own late one), the chunk after a late
+    one on the rank before (on rank 0 it is the own early one of the next period). So two permutes serve any layout
+    that is a zigzag; both are complete, and what a border rank receives is replaced by its own.
+    """
+    if not 0 <= steps <= layout.chunk:
+        raise ValueError(
+            f"steps={steps} must be in 0..{layout.chunk}, the tokens of a chunk; use fewer ranks or periods"
+        )
+    rows, periods, w, c = x.shape[0], layout.periods, layout.chunk, layout.ranks
+    chunks = x.reshape(rows, periods, 2, w, *x.shape[2:])
+    early, late = chunks[:, :, 0, :steps], chunks[:, :, 1, :steps]
+    end = jnp.full_like(early[:, :1], fill)
+    next_period = jnp.concatenate([early[:, 1:], end], axis=1)
+    if c == 1:
+        after_early, after_late = late, next_period
+    else:
+        assert axis is not None
+        rank = lax.axis_index(axis)
+        after_early = jnp.where(rank == c - 1, late, lax.ppermute(early, axis, ring_hops(c, -1)))
+        after_late = jnp.where(rank == 0, next_period, lax.ppermute(late, axis, ring_hops(c, 1)))
+    halo = jnp.stack([after_early, after_late], axis=2)
+    return jnp.concatenate([chunks, halo], axis=3).reshape(rows, 2 * periods, w + steps, *x.shape[2:])
+
+
+def windows_at(
+    extended: Shaped[Array, "R q e *rest"], local: Int32[Array, "R A"], count: int, layout: Zigzag
+) -> Shaped[Array, "R A n *rest"]:
+    """The `count` values from each of these local tokens on, out of `with_halo(x, steps)` with steps >= count - 1.
+
+    So labels of a block whose rows lie on another rank are at hand where its anchor is: no anchor is dropped.
+    """
+    w, length = layout.chunk, extended.shape[2]
+    if not 1 <= count <= length - w + 1:
+        raise ValueError(
+            f"count={count} must be in 1..{length - w + 1}, what the halo reaches; make it with more steps"
+        )
+    flat = extended.reshape(extended.shape[0], -1, *extended.shape[3:])
+    place = (local // w * length + local % w)[:, :, None] + jnp.arange(count, dtype=jnp.int32)[None, None, :]
+    return jax.vmap(lambda values, i: values.at[i].get(mode="promise_in_bounds"))(flat, place)
+
+
+class LocalAnchors(NamedTuple):
+    """Anchors whose token is one of this rank's. Places that are not taken hold this rank's first token."""
+
+    local: Array  # i32[R, A] which of this rank's tokens
+    index: Array  # i32[R, A] place in the whole sequence
+    live: Array  # bool[R, A]
+    missing: Array  # i32[R] anchors of this rank that found no place: must be 0, see `anchor_capacity`
+
+
+def own_anchors(
+    anchors: Int32[Array, "R a"], keep: Bool[Array, "R a"], layout: Zigzag, axis: str | None, *, capacity: int
+) -> LocalAnchors:
+    """Those of the row's anchors (places in the whole sequence, the same list on all ranks) that this rank serves."""
+    rank = rank_of(axis)
+    mine = keep & (layout.owner(anchors) == rank)
+    # Own ones first, in their order: a stable sort by "not mine".
+    place = jnp.argsort(jnp.logical_not(mine), axis=1, stable=True)[:, :capacity]
+    live = jnp.take_along_axis(mine, place, axis=1)
+    local = jnp.where(live, layout.local(jnp.take_along_axis(anchors, place, axis=1)), 0)
+    index = local_index(layout, axis).at[local].get(mode="promise_in_bounds")
+    missing = jnp.sum(mine, axis=1, dtype=jnp.int32) - jnp.sum(live, axis=1, dtype=jnp.int32)
+    return LocalAnchors(local, index, live, missing)
+
+
+def anchor_capacity(anchors: Int[np.ndarray, "R a"], keep: Bool[np.ndarray, "R a"], layout: Zigzag) -> int:
+    """On the host: the most anchors that one rank serves in one of these rows, at least 1."""
+    slot = anchors // layout.chunk % (2 * layout.ranks)
+    owner = np.where(slot < layout.ranks, slot, 2 * layout.ranks - 1 - slot)
+    counts = [np.bincount(o[k], minlength=1).max() for o, k in zip(owner, keep, strict=True)]
+    return max(int(max(counts, default=0)), 1)
+
+
+def ring_hops(ranks: int, step: int) -> tuple[tuple[int, int], ...]:
+    """Permutation of a ring, rank r to r + step: complete, since a rank that receives nothing would get zeros."""
+    return tuple((r, (r + step) % ranks) for r in range(ranks))
+
+
+def check_documents(segment_ids: Int[np.ndarray, "R N"], positions: Int[np.ndarray, "R N"]) -> None:
+    """Refuse, on the host, rows whose documents are not stretches with positions 0, 1, 2, ...
+
+    Where a document starts is read off its positions, so a gap would silently show a query the document before.
+    """
+    real = segment_ids > 0
+    new = np.ones_like(real)
+    new[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    expected = np.arange(real.shape[1])[None, :] - np.maximum.accumulate(
+        np.where(new, np.arange(real.shape[1])[None, :], 0), axis=1
+    )
+    bad = np.argwhere(real & (positions != expected))
+    if bad.size:
+        row, t = (int(i) for i in bad[0])
+        raise ValueError(
+            f"positions[{row}, {t}]={positions[row, t]} must be {expected[row, t]}, its place in document "
+            f"{segment_ids[row, t]}; count positions from 0 in each document and give each its own segment id"
+        )
+
+
+def _window(window: int) -> int:
+    if window < 1:
+        raise ValueError(f"window={window} must be >= 1 or None; None sees everything")
+    return window
+
+
+def _blank(seen: KeyRange, used: Array) -> KeyRange:
+    return KeyRange(jnp.where(used, seen.first, 1), jnp.where(used, seen.last, 0))
