@@ -8,12 +8,16 @@ import pytest
 
 from draftco_jax import warm_start
 from draftco_jax.config import resolve_checkpoint
+from draftco_jax.config_io import to_json
+from draftco_jax.drafts.catalog import family_of
 from draftco_jax.drafts.eagle3.checkpoint import load_draft
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
 from draftco_jax.environments.base import split_of
 from draftco_jax.evaluation import Evaluator
+from draftco_jax.models.functional import abstract_params
 from draftco_jax.models.hf_weights import load_policy
-from draftco_jax.warm_start import RECIPES, WarmStart, measure
+from draftco_jax.models.transformer import count_parameters
+from draftco_jax.warm_start import DRAFTS, RECIPES, WarmStart, draft_recipe, measure, measure_draft
 
 # The same numbers come out on the machine that made the card. Another processor may sum in another order, so that a
 # draw within rounding of a boundary (about one in a million) takes another token, and one prompt another answer.
@@ -50,6 +54,30 @@ def test_the_card_names_the_recipe_that_makes_it(digits, card, folder):
     assert (cfg.hidden_size, cfg.intermediate_size) == (recipe.hidden_size, recipe.intermediate_size)
     draft_cfg, _, _ = load_draft(folder / "draft")
     assert draft_cfg == warm_start.draft_config(recipe, cfg)
+    # The fields of the recipe and the draft's config file are two accounts of one training.
+    config = draft_recipe(digits, "eagle3")
+    assert config.draft == draft_cfg and config.policy == cfg and config.seed == recipe.seed
+    assert (config.steps, config.optimizer.learning_rate) == (recipe.draft_steps, recipe.draft_learning_rate)
+    assert (config.rollout.sequences, config.batch_rows) == (recipe.draft_rollouts, recipe.batch_rows)
+
+
+def test_the_card_says_how_each_draft_was_made(digits, card, folder):
+    assert list(card["drafts"]) == [name for name in DRAFTS if name != "eagle3"]  # that one is the card's own
+    for name, entry in card["drafts"].items():
+        config = draft_recipe(digits, name)
+        assert entry["recipe"] == json.loads(json.dumps(to_json(config))), name
+        assert config.task == ArithmeticConfig(digits=digits)
+        assert config.policy_checkpoint == f"shipped:arithmetic{digits}/policy"
+        load = family_of(config.draft).load
+        assert load is not None and load(folder / DRAFTS[name], config.draft)[0] == config.draft
+        assert entry["parameters"] == count_parameters(abstract_params(config.draft.build))
+        assert entry["accepted_length_draft_length_4"] > entry["accepted_length_draft_length_4_untrained"] + 2.0
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTS if name != "eagle3"])
+def test_the_accepted_length_of_a_draft_is_that_of_the_card(digits, name, card, folder):
+    expected = card["drafts"][name]["accepted_length_draft_length_4"]
+    assert measure_draft(digits, name, folder) == pytest.approx(expected, abs=ACCEPTED_LENGTH_TOLERANCE)
 
 
 def test_the_pass_rates_and_the_accepted_length_are_those_of_the_card(digits, card, folder, monkeypatch):
@@ -62,11 +90,9 @@ def test_the_pass_rates_and_the_accepted_length_are_those_of_the_card(digits, ca
 
     monkeypatch.setattr(warm_start, "Evaluator", Recorded)
     recipe, task = RECIPES[digits], ArithmeticTask(ArithmeticConfig(digits=digits), seed=RECIPES[digits].seed)
-    policy_cfg, policy = load_policy(folder / "policy")
-    _, draft_graph, draft = load_draft(folder / "draft")
-    found = measure(recipe, task, policy_cfg, policy, draft_graph, draft)
+    found = measure(recipe, folder)
 
-    assert found.keys() == card.keys() and found["eval_prompts"] == card["eval_prompts"] == len(asked)
+    assert [*found, "drafts"] == list(card) and found["eval_prompts"] == card["eval_prompts"] == len(asked)
     for name in [name for name in card if name.startswith("pass_rate")]:
         assert abs(found[name] - card[name]) * card["eval_prompts"] <= ANSWERS_THAT_MAY_CHANGE, (name, found, card)
     name = "accepted_length_draft_length_4"
