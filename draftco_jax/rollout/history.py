@@ -1,7 +1,8 @@
 """Texts of earlier rollouts, for drafts that copy from them.
 
-A request is given, newest first, the texts that answered its own prompt, then the newest texts of other prompts, as
-many as fit its room. The oldest texts are forgotten first.
+A request is given, newest first, the texts that answered its own prompt, then one text of each other prompt, as many as
+fit its room: the answers of one group are much alike, and more of them would leave no room for others. The oldest texts
+are forgotten first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class RolloutHistory:
 
     def rows(self, prompts: Sequence[Prompt], samples_per_prompt: int) -> Int[np.ndarray, "B H"]:
         """What each request is given, i32; requests of one prompt get the same."""
-        newest = self._newest()
+        newest = self._newest_of_each()
         own = np.full((len(prompts), self._room), NO_TOKEN, np.int32)
         for row, prompt in zip(own, prompts, strict=True):
             texts = [*reversed(self._of_prompt.get(prompt.prompt_id, ()))]
@@ -59,15 +60,17 @@ class RolloutHistory:
         self._held = 0
         self._extend((int(prompt_id), tuple(text)) for prompt_id, text in state)
 
-    def _newest(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Newest texts first, no more than can be of use to a request whose own prompt has none."""
-        found, held = [], 0
+    def _newest_of_each(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The newest text of each prompt, newest first, no more than can be of use to a request."""
+        found: dict[int, tuple[int, ...]] = {}
+        held = 0
         for prompt_id, text in reversed(self._texts):
-            found.append((prompt_id, text))
-            held += len(text) + 1
+            if prompt_id not in found:
+                found[prompt_id] = text
+                held += len(text) + 1
             if held > 2 * self._room:
                 break
-        return found
+        return list(found.items())
 
     def _extend(self, texts: Iterable[tuple[int, tuple[int, ...]]]) -> None:
         for prompt_id, text in texts:

@@ -26,14 +26,14 @@ def rollouts(*texts: list[int]) -> Rollouts:
     return Rollouts(tokens, zeros, lengths, logprobs, np.ones(size, bool), zeros, zeros, empty, zeros)
 
 
-def test_own_texts_come_first_then_the_newest_of_others():
+def test_own_texts_come_first_then_the_newest_one_of_each_other_prompt():
     history = RolloutHistory(request_tokens=12, total_tokens=100)
     history.add(prompts(1, 2), rollouts([1, 1], [1, 2], [2, 1], [2, 2]))  # two samples each
     history.add(prompts(3), rollouts([3, 1], [3, 2]))
     found = history.rows(prompts(2, 9), samples_per_prompt=2)
     assert found.dtype == np.int32 and (found[0] == found[1]).all() and (found[2] == found[3]).all()
-    assert found[0].tolist() == [2, 2, -1, 2, 1, -1, 3, 2, -1, 3, 1, -1]
-    assert found[2].tolist() == [3, 2, -1, 3, 1, -1, 2, 2, -1, 2, 1, -1]
+    assert found[0].tolist() == [2, 2, -1, 2, 1, -1, 3, 2, -1, 1, 2, -1]
+    assert found[2].tolist() == [3, 2, -1, 2, 2, -1, 1, 2, -1, -1, -1, -1]
 
 
 def test_no_text_is_cut_and_room_that_is_left_is_empty():
