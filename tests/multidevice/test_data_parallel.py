@@ -16,7 +16,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from draftco_jax.decoding.engine import Engine, EngineShape, Request, no_context, request_keys
+from draftco_jax.drafts.base import DraftConfig
+from draftco_jax.drafts.dflash.config import DFlashConfig
+from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.drafts.mtp.config import MtpConfig
+from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.functional import initialise
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.numerics.sampling import SamplingConfig
@@ -30,11 +35,23 @@ POLICY = dataclasses.replace(
     Qwen3Config.tiny(vocab_size=17, hidden_size=16, intermediate_size=32), num_attention_heads=2, head_dim=8
 )
 SAMPLING = SamplingConfig(temperature=0.8)
+# Few anchors, so that which of them are taken matters; a mean over documents, which must not be split over devices.
+_BLOCK = {"mask_token_id": 16, "num_hidden_layers": 1, "block_size": 4, "num_anchors": 2}
+_BY_DOCUMENT = DraftLossConfig(hard_cross_entropy=1.0, total_variation=1.0, normaliser="per_sequence")
+DRAFTS = {
+    "eagle3": Eagle3Config.for_target(POLICY, passes=2),
+    "dflash": DFlashConfig.for_target(POLICY, **_BLOCK, loss=_BY_DOCUMENT),
+    "dspark": DSparkConfig.for_target(POLICY, **_BLOCK, markov_rank=4),
+    "mtp": MtpConfig.for_target(POLICY, steps=2, loss=_BY_DOCUMENT),
+}
 
 
 @pytest.fixture(scope="module")
 def models():
-    draft_cfg = Eagle3Config.for_target(POLICY, passes=2)
+    return models_of(DRAFTS["eagle3"])
+
+
+def models_of(draft_cfg: DraftConfig):
     policy_graph, policy = initialise(POLICY.build, jax.random.key(1))
     draft_graph, draft = initialise(draft_cfg.build, jax.random.key(2))
     # Weights of 0.02 make laws that are all but uniform; these are far from it.
@@ -69,8 +86,9 @@ def ragged_batch(rows: int = 8, tokens: int = 24) -> PackedBatch:
     )
 
 
-def test_joint_update_on_four_devices_equals_one(models):
-    draft_cfg, policy_graph, policy, draft_graph, draft = models
+@pytest.mark.parametrize("family", DRAFTS)
+def test_joint_update_on_four_devices_equals_one(family):
+    draft_cfg, policy_graph, policy, draft_graph, draft = models_of(DRAFTS[family])
     spec = ObjectiveSpec(
         policy_graph=policy_graph,
         draft_graph=draft_graph,
