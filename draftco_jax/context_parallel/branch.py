@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float
 
 from draftco_jax.context_parallel.ring import RingSpec, check_axis, gather_ring, ring_backward, ring_forward, send_home
 from draftco_jax.context_parallel.zigzag import causal_range, local_index, rank_of
-from pallas_kernels.block_attention import KeyRange, Partial
+from pallas_kernels.block_attention import KeyRange, Partial, statistics_dtype
 from pallas_kernels.branch_attention import Branch, Rule, branch_attention_backward
 from pallas_kernels.branch_attention import branch_attention as local_attention
 from pallas_kernels.manual_axes import cast, fresh, varying_axes
@@ -152,7 +152,7 @@ def save_ring_policy() -> Callable[..., bool]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _share(spec: RingSpec, mode: TrunkMode, own: Array) -> tuple[Array, Array]:
     slots = gather_ring(own, spec) if mode == "gathered" else own[None]
-    dtype = jnp.promote_types(own.dtype, jnp.float32)
+    dtype = statistics_dtype(own.dtype)
     return slots, fresh(slots.shape, 0.0, dtype, varying_axes(slots))
 
 

@@ -30,6 +30,7 @@ from pallas_kernels.block_attention import (
     block_attention_backward,
     empty_partial,
     merge,
+    statistics_dtype,
 )
 from pallas_kernels.manual_axes import cast, varying_axes
 
@@ -71,7 +72,7 @@ def ring_forward(
 ) -> Partial:
     """Attention of this rank's queries over the whole trunk. With S = 1 the keys go round, with S = C they are here."""
     axes = _axes(spec, q, slots, *seen)
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = statistics_dtype(q.dtype)
     start = empty_partial(q.shape, dtype, axes)
     slots = cast(slots, axes)
 

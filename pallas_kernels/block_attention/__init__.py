@@ -11,6 +11,7 @@ from pallas_kernels.block_attention.api import (
     empty_partial,
     merge,
 )
+from pallas_kernels.block_attention.records import statistics_dtype
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -22,4 +23,5 @@ __all__ = [
     "block_attention_backward",
     "empty_partial",
     "merge",
+    "statistics_dtype",
 ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 class KeyRange(NamedTuple):
@@ -34,3 +36,8 @@ class KeyGrads(NamedTuple):
     q: jax.Array  # f32[R, Tq, N, H]
     k: jax.Array  # f32[R, Tk, K, H]
     v: jax.Array  # f32[R, Tk, K, H]
+
+
+def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Type of scores, sums and partial results for inputs of `dtype`: float32, and float64 for float64."""
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)

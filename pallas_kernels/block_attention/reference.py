@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels.block_attention.records import KeyGrads, KeyRange, Partial
+from pallas_kernels.block_attention.records import KeyGrads, KeyRange, Partial, statistics_dtype
 from pallas_kernels.manual_axes import fresh, varying_axes
 
 NO_KEY = jnp.iinfo(jnp.int32).max
@@ -144,7 +144,7 @@ class _Cut:
         self.tile = min(tile, max(self.count_q, self.count_k))
         self.tiles_q = max(-(-self.count_q // self.tile), 1)
         self.tiles_k = max(-(-self.count_k // self.tile), 1)
-        self.stat = jnp.promote_types(q.dtype, jnp.float32)
+        self.stat = statistics_dtype(q.dtype)
         self.tile_numbers = jnp.arange(self.tiles_q, dtype=jnp.int32)
 
     def keys(self, x: Array, fill: int = 0) -> Array:

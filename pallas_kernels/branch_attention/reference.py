@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.block_attention.records import Partial
+from pallas_kernels.block_attention.records import Partial, statistics_dtype
 from pallas_kernels.branch_attention.records import Branch, BranchGrads, Rule
 
 
@@ -13,7 +13,7 @@ def forward(
     q: Array, trunk: Partial, branch: Branch | None, sinks: Array | None, *, scale: float, rule: Rule
 ) -> tuple[Array, Array]:
     """See `api.branch_attention`."""
-    stat = jnp.promote_types(q.dtype, jnp.float32)
+    stat = statistics_dtype(q.dtype)
     top = trunk.lse
     if branch is not None:
         scores = _scores(q, branch, scale, rule)
@@ -47,7 +47,7 @@ def backward(
     rule: Rule,
 ) -> BranchGrads:
     """See `api.branch_attention_backward`."""
-    stat = jnp.promote_types(q.dtype, jnp.float32)
+    stat = statistics_dtype(q.dtype)
     empty = jnp.isneginf(lse)
     lse = jnp.where(empty, 0.0, lse)
     d_sinks = None
@@ -75,7 +75,7 @@ def _grouped(x: Array, keys: Array) -> Array:
 
 def _scores(q: Array, branch: Branch, scale: float, rule: Rule) -> Array:
     """[R, G, n, N, m], -inf where not seen."""
-    stat = jnp.promote_types(q.dtype, jnp.float32)
+    stat = statistics_dtype(q.dtype)
     keys = branch.keys
     scores = jnp.einsum("rgjkxh,rgikh->rgjkxi", _grouped(q, keys), keys, preferred_element_type=stat) * scale
     scores = scores.reshape(*q.shape[:4], keys.shape[2])

@@ -1,0 +1,128 @@
+"""What queries see, values from later in the row, and which anchors a rank serves, on one rank."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from draftco_jax.context_parallel import (
+    Zigzag,
+    anchor_capacity,
+    anchor_range,
+    causal_range,
+    check_documents,
+    own_anchors,
+    shift_ahead,
+    windows_at,
+    with_halo,
+)
+from draftco_jax.context_parallel.zigzag import ring_hops
+from draftco_jax.numerics.shift import look_ahead
+
+SEGMENTS = np.array([[1] * 5 + [2] * 2 + [3] * 6 + [0] * 3, [1] * 16], np.int32)
+POSITIONS = np.array([[*range(5), *range(2), *range(6), 0, 0, 0], [*range(16)]], np.int32)
+INDEX = jnp.arange(16, dtype=jnp.int32)
+
+
+def as_mask(seen):
+    first, last = (np.asarray(x)[..., None] for x in seen)
+    index = np.arange(16)
+    return (index >= first) & (index <= last)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_causal_range_is_the_packed_causal_mask(window):
+    seen = causal_range(jnp.asarray(SEGMENTS), jnp.asarray(POSITIONS), INDEX, window=window)
+    t, s = np.arange(16)[None, :, None], np.arange(16)[None, None, :]
+    mask = (SEGMENTS[:, :, None] == SEGMENTS[:, None, :]) & (SEGMENTS[:, :, None] > 0) & (s <= t)
+    if window is not None:
+        mask &= t - s < window
+    np.testing.assert_array_equal(as_mask(seen), mask)
+
+
+def test_queries_that_are_not_live_see_nothing():
+    live = np.ones((2, 16), bool)
+    live[:, 3] = False
+    seen = causal_range(jnp.asarray(SEGMENTS), jnp.asarray(POSITIONS), INDEX, live=jnp.asarray(live))
+    assert not as_mask(seen)[:, 3].any() and as_mask(seen)[:, 4].any()
+
+
+@pytest.mark.parametrize("window", [None, 2, 4])
+def test_anchor_range_is_strictly_before_the_anchor_and_in_its_document(window):
+    anchors, starts = jnp.asarray([[0, 4, 9]], jnp.int32), jnp.asarray([[0, 0, 7]], jnp.int32)
+    live = jnp.asarray([[True, True, False]])
+    mask = as_mask(anchor_range(anchors, starts, live, rows=3, window=window))
+    assert mask.shape == (1, 3, 3, 16)
+    assert not mask[0, 0].any(), "the first token of a document has no context"
+    assert not mask[0, 2].any(), "a place that is not taken sees nothing"
+    for row in range(3):
+        low = 0 if window is None else max(0, 4 + row - window + 1)
+        assert np.flatnonzero(mask[0, 1, row]).tolist() == list(range(low, 4))
+
+
+@pytest.mark.parametrize("periods", [1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_shift_on_one_rank_is_look_ahead(periods, steps):
+    layout = Zigzag(ranks=1, tokens=16, periods=periods)
+    for x in (jnp.asarray(SEGMENTS), jnp.arange(96, dtype=jnp.float32).reshape(2, 16, 3)):
+        np.testing.assert_array_equal(shift_ahead(x, steps, layout, None), look_ahead(x, steps))
+
+
+def test_windows_read_past_the_end_of_a_chunk():
+    layout = Zigzag(ranks=1, tokens=16)
+    x = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
+    local = jnp.asarray([[0, 6, 14], [5, 7, 13]], jnp.int32)
+    got = windows_at(with_halo(x, 3, layout, None, fill=-1), local, 4, layout)
+    wanted = np.pad(np.asarray(x), ((0, 0), (0, 3)), constant_values=-1)
+    for row in range(2):
+        for a, t in enumerate(np.asarray(local)[row]):
+            assert got[row, a].tolist() == wanted[row, t : t + 4].tolist()
+
+
+def test_halo_and_window_refusals():
+    layout = Zigzag(ranks=1, tokens=16)
+    with pytest.raises(ValueError, match=r"steps=9 must be in 0\.\.8"):
+        with_halo(jnp.asarray(SEGMENTS), 9, layout, None)
+    with pytest.raises(ValueError, match=r"count=5 must be in 1\.\.4"):
+        windows_at(with_halo(jnp.asarray(SEGMENTS), 3, layout, None), jnp.zeros((2, 1), jnp.int32), 5, layout)
+    with pytest.raises(ValueError, match="window=0 must be >= 1"):
+        causal_range(jnp.asarray(SEGMENTS), jnp.asarray(POSITIONS), INDEX, window=0)
+
+
+def test_own_anchors_serves_all_or_counts_what_is_missing():
+    layout = Zigzag(ranks=1, tokens=16)
+    anchors, keep = jnp.asarray([[1, 5, 0, 9]], jnp.int32), jnp.asarray([[True, True, False, True]])
+    all_of_them = own_anchors(anchors, keep, layout, None, capacity=4)
+    assert all_of_them.index[0, :3].tolist() == [1, 5, 9] and all_of_them.live.tolist() == [[True] * 3 + [False]]
+    assert all_of_them.missing.tolist() == [0]
+    assert own_anchors(anchors, keep, layout, None, capacity=2).missing.tolist() == [1]
+
+
+def test_anchor_capacity_is_the_fullest_rank():
+    layout = Zigzag(ranks=2, tokens=16)  # rank 0: 0..3 and 12..15
+    anchors = np.array([[0, 1, 13, 5], [4, 5, 0, 0]], np.int32)
+    keep = np.array([[True, True, True, True], [True, True, False, False]])
+    assert anchor_capacity(anchors, keep, layout) == 3
+    assert anchor_capacity(anchors, np.zeros_like(keep), layout) == 1
+
+
+@pytest.mark.parametrize("step", [1, -1])
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_bug_case_b55_a_ring_permutation_is_complete(ranks, step):
+    hops = ring_hops(ranks, step)
+    assert isinstance(hops, tuple) and all(isinstance(hop, tuple) for hop in hops)
+    for end in zip(*hops, strict=True):
+        assert sorted(end) == list(range(ranks))
+
+
+def test_documents_are_checked_on_the_host():
+    check_documents(SEGMENTS, POSITIONS)
+    late = POSITIONS.copy()
+    late[0, 5:7] = [3, 4]
+    with pytest.raises(ValueError, match=r"positions\[0, 5\]=3 must be 0, its place in document 2"):
+        check_documents(SEGMENTS, late)
+    joined = SEGMENTS.copy()
+    joined[0, 5:7] = 1  # two documents under one id
+    with pytest.raises(ValueError, match=r"positions\[0, 5\]=0 must be 5"):
+        check_documents(joined, POSITIONS)
