@@ -2,7 +2,7 @@
 
     draftco train --config configs/grpo_arithmetic3_dspark_cpu.py --run-dir runs/demo-dspark
 
-The shipped draft starts at an accepted length of 4.43 (k = 4); left frozen it ends at 3.97.
+The shipped draft starts at an accepted length of 4.43 (k = 4); left frozen it ends at 4.02.
 """
 
 from dataclasses import replace
