@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int, Int32, Shaped
 
 from draftco_jax.context_parallel.layouts import Layout, Zigzag
 from pallas_kernels.block_attention import KeyRange
+from pallas_kernels.manual_axes import cast, varying_axes
 
 
 def rank_of(axis: str | None) -> Int32[Array, ""]:
@@ -142,10 +143,11 @@ def windows_at(
 class LocalAnchors(NamedTuple):
     """Anchors whose token is one of this rank's. Places that are not taken hold this rank's first token."""
 
-    local: Array  # i32[R, A] which of this rank's tokens
-    index: Array  # i32[R, A] place in the whole sequence
-    live: Array  # bool[R, A]
-    missing: Array  # i32[R] anchors of this rank that found no place: must be 0, see `anchor_capacity`
+    place: jax.Array  # i32[R, A] which entry of the list of anchors
+    local: jax.Array  # i32[R, A] which of this rank's tokens
+    index: jax.Array  # i32[R, A] place in the whole sequence
+    live: jax.Array  # bool[R, A]
+    missing: jax.Array  # i32[R] anchors of this rank that found no place: must be 0, see `anchor_capacity`
 
 
 def own_anchors(
@@ -154,13 +156,16 @@ def own_anchors(
     """Those of the row's anchors (places in the whole sequence, the same list on all ranks) that this rank serves."""
     rank = rank_of(axis)
     mine = keep & (layout.owner(anchors) == rank)
-    # Own ones first, in their order: a stable sort by "not mine".
-    place = jnp.argsort(jnp.logical_not(mine), axis=1, stable=True)[:, :capacity]
+    # Own ones first, in their order: a stable sort by "not mine". Not argsort: inside shard_map jax 0.10 and 0.11 type its
+    # indices as equal on all ranks, and gradients through them would all go where rank 0's indices point.
+    entry = cast(jnp.broadcast_to(jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :], mine.shape), varying_axes(mine))
+    _, place = lax.sort((jnp.logical_not(mine), entry), dimension=1, is_stable=True, num_keys=1)
+    place = place[:, :capacity]
     live = jnp.take_along_axis(mine, place, axis=1)
     local = jnp.where(live, layout.local(jnp.take_along_axis(anchors, place, axis=1)), 0)
     index = local_index(layout, axis).at[local].get(mode="promise_in_bounds")
     missing = jnp.sum(mine, axis=1, dtype=jnp.int32) - jnp.sum(live, axis=1, dtype=jnp.int32)
-    return LocalAnchors(local, index, live, missing)
+    return LocalAnchors(place, local, index, live, missing)
 
 
 def anchor_capacity(anchors: Int[np.ndarray, "R a"], keep: Bool[np.ndarray, "R a"], layout: Zigzag) -> int:

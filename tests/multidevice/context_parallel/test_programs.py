@@ -1,0 +1,218 @@
+"""The op inside larger programs: remat, donation, a data axis, jit, leaks between documents."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from draftco_jax.context_parallel import (
+    KeyRange,
+    RingSpec,
+    Zigzag,
+    branch_attention,
+    causal_range,
+    from_zigzag,
+    local_index,
+    ring_attention,
+    save_ring_policy,
+    sharded_ring_attention,
+    share_trunk,
+    to_zigzag,
+)
+
+AXIS = "context"
+SHARDED = PartitionSpec(None, AXIS)
+
+
+def policy_inputs(cases):
+    q, k, v, *_ = cases.inputs(cases.Case("policy"))
+    return q[:, :, 0], k, v
+
+
+def permutes(jaxpr) -> int:
+    """ppermute in a jaxpr and all jaxprs inside, each once."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += equation.primitive.name == "ppermute"
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            count += permutes(inner) if hasattr(inner, "eqns") else 0
+    return count
+
+
+@pytest.fixture(scope="module")
+def rematerialised(cases):
+    """Permutes in the gradient program of a layer, without jax.checkpoint and with it under two policies."""
+    spec = cases.spec_of(4)
+    args = tuple(to_zigzag(x, spec.layout) for x in policy_inputs(cases))
+
+    def layer(q, k, v):
+        seen = KeyRange(
+            jnp.zeros(q.shape[:2], jnp.int32), jnp.broadcast_to(local_index(spec.layout, AXIS), q.shape[:2])
+        )
+        out, _ = ring_attention(jnp.sin(q), jnp.sin(k), jnp.sin(v), seen, spec=spec)
+        return jnp.sin(out)
+
+    def count(wrapped):
+        mapped = jax.shard_map(wrapped, mesh=cases.mesh_of(4), in_specs=(SHARDED,) * 3, out_specs=SHARDED)
+        gradient = jax.grad(lambda *a: jnp.sum(mapped(*a)), argnums=(0, 1, 2))
+        return permutes(jax.make_jaxpr(gradient)(*args).jaxpr)
+
+    return {
+        "plain": count(layer),
+        "kept": count(jax.checkpoint(layer, policy=save_ring_policy())),
+        "nothing kept": count(jax.checkpoint(layer)),
+    }
+
+
+def test_checkpoint_does_not_run_the_ring_again_unless_asked(rematerialised):
+    assert rematerialised["kept"] == rematerialised["plain"]
+    assert rematerialised["nothing kept"] > rematerialised["plain"], "the count would not see a ring that runs twice"
+
+
+def test_checkpointed_gradients_are_the_same(cases):
+    spec = cases.spec_of(2)
+    case = cases.Case("policy")
+    q, k, v, bk, bv, w, *_ = cases.inputs(case)
+
+    def gradients(wrap):
+        op = wrap(lambda q, k, v, s, p: cases.token_op(case, spec)(q, k, v, bk, bv, s, p, s > 0, None)[0])
+        mapped = jax.shard_map(op, mesh=cases.mesh_of(2), in_specs=(SHARDED,) * 5, out_specs=SHARDED)
+        zig = [to_zigzag(jnp.asarray(x), spec.layout) for x in (q, k, v, cases.SEGMENTS, cases.POSITIONS, w)]
+        loss = lambda q, k, v: jnp.sum(mapped(q, k, v, *zig[3:5]) * zig[5])  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*zig[:3])
+
+    kept = gradients(lambda f: jax.checkpoint(f, policy=save_ring_policy()))
+    for a, b in zip(gradients(lambda f: f), kept, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_data_axis_beside_the_context_axis(cases):
+    """Rows over two groups of four ranks; the gradient of a shared sink is summed over both axes."""
+    case = cases.Case("ttt", sinks=True)
+    got, _ = cases.solve_with(case, cases.spec_of(4), data=2)(*cases.inputs(case))
+    wanted = cases.answer(case)
+    assert max(cases.DENSE.relative(got[name], wanted[name]) for name in wanted) < 1e-6
+
+
+def test_policy_attention_in_plain_jit_with_donated_inputs(cases):
+    spec = cases.spec_of(4)
+    mesh = cases.mesh_of(4, data=2)
+    place = NamedSharding(mesh, PartitionSpec("data", AXIS))
+    attend = sharded_ring_attention(mesh, spec, batch_axis="data")
+    put = lambda x: jax.device_put(to_zigzag(jnp.asarray(x), spec.layout), place)  # noqa: E731
+    q, k, v, segments, positions = map(put, (*policy_inputs(cases), cases.SEGMENTS, cases.POSITIONS))
+    program = jax.jit(lambda q, *rest: attend(q, *rest) * 2.0, donate_argnums=0)
+    out = from_zigzag(program(q, k, v, segments, positions), spec.layout)
+    assert q.is_deleted()
+    assert cases.DENSE.relative(out[:, :, None], 2 * cases.answer(cases.Case("policy"))["out"]) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def policy_program(cases):
+    spec = cases.spec_of(4)
+
+    def local(q, k, v, segments, positions):
+        seen = causal_range(segments, positions, local_index(spec.layout, AXIS))
+        return ring_attention(q, k, v, seen, spec=spec)[0]
+
+    mapped = jax.shard_map(local, mesh=cases.mesh_of(4), in_specs=(SHARDED,) * 5, out_specs=SHARDED)
+
+    @jax.jit
+    def run(q, k, v, segments, positions, weights):
+        def loss(q, k, v):
+            zig = [to_zigzag(x, spec.layout) for x in (q, k, v, segments, positions)]
+            out = from_zigzag(mapped(*zig), spec.layout)
+            return jnp.sum(out * weights), out
+
+        grads, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        return out, *grads
+
+    return run
+
+
+def test_bug_case_b51_documents_do_not_see_each_other(cases, policy_program):
+    """Another document 3 leaves every other token's value and gradient as it was, bit for bit (axolotl 3608)."""
+    q, k, v = policy_inputs(cases)
+    rows = jnp.asarray(cases.SEGMENTS), jnp.asarray(cases.POSITIONS)
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=q.shape), jnp.float32)
+    before = policy_program(q, k, v, *rows, weights)
+    theirs = (cases.SEGMENTS == 3)[:, :, None, None] & (np.arange(2) == 0)[:, None, None, None]
+    moved = [jnp.where(theirs, x * -3.0 + 1.0, x) for x in (q, k, v)]
+    after = policy_program(*moved, *rows, weights)
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(np.where(theirs, 0, a), np.where(theirs, 0, b))
+    assert np.any(np.where(theirs, before[0], 0) != np.where(theirs, after[0], 0))
+
+
+def test_bug_case_b48_packed_documents_equal_the_same_documents_alone(cases, policy_program):
+    """Every document of row 0 in a row by itself, at another place: the same outputs and gradients."""
+    q, k, v = policy_inputs(cases)
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=q.shape), jnp.float32)
+    packed = policy_program(q, k, v, jnp.asarray(cases.SEGMENTS), jnp.asarray(cases.POSITIONS), weights)
+    start, shift = 0, 11
+    for length in cases.LENGTHS[0]:
+        segments, positions = (np.zeros((2, cases.TOKENS), np.int32) for _ in range(2))
+        segments[0, shift : shift + length], positions[0, shift : shift + length] = 1, np.arange(length)
+        alone = [
+            jnp.zeros_like(x).at[0, shift : shift + length].set(x[0, start : start + length])
+            for x in (q, k, v, weights)
+        ]
+        got = policy_program(*alone[:3], jnp.asarray(segments), jnp.asarray(positions), alone[3])
+        for a, b in zip(got, packed, strict=True):
+            ours, theirs = a[0, shift : shift + length], b[0, start : start + length]
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * float(jnp.max(jnp.abs(b))))
+        start += length
+
+
+def test_padding_gets_zeros_and_no_gradient(cases, policy_program):
+    """NaN in the padding, of which whole chunks consist, reaches nothing (TransformerEngine 2186)."""
+    q, k, v = policy_inputs(cases)
+    padding = (cases.SEGMENTS == 0)[:, :, None, None]
+    weights = jnp.ones_like(q)
+    rows = jnp.asarray(cases.SEGMENTS), jnp.asarray(cases.POSITIONS)
+    clean = policy_program(q, k, v, *rows, weights)
+    dirty = policy_program(q, *(jnp.where(padding, 1e30, x) for x in (k, v)), *rows, weights)
+    for a, b in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert not np.any(np.where(padding, np.asarray(a), 0))
+
+
+def test_without_a_trunk_the_ring_changes_no_bit_of_the_branch(cases):
+    """Branch keys never leave their rank: with the trunk masked out 8 ranks give what one gives, bit for bit."""
+    case = cases.Case("dspark")
+
+    def branch_gradients(ranks):
+        spec = cases.spec_of(ranks)
+
+        def local(q, k, v, bk, bv):
+            none = KeyRange(jnp.ones(q.shape[:3], jnp.int32), jnp.zeros(q.shape[:3], jnp.int32))
+            live = jnp.ones(q.shape[:2], bool)
+            branch = cases.Branch(bk, bv, live)
+            return branch_attention(q, share_trunk(k, v, spec), none, branch, rule=case.rule, spec=spec)[0]
+
+        mapped = jax.shard_map(local, mesh=cases.mesh_of(ranks), in_specs=(SHARDED,) * 5, out_specs=SHARDED)
+        q, k, v, bk, bv, w, *_ = cases.inputs(case)
+        q, bk, bv, w = (jnp.concatenate([x, x[:, :4]], axis=1) for x in (q, bk, bv, w))  # 16 branches: 2 a rank
+        loss = lambda q, bk, bv: jnp.sum(mapped(q, k, v, bk, bv) * w)  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, bk, bv)
+
+    for a, b in zip(branch_gradients(1), branch_gradients(8), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_layout_for_another_ring_is_refused(cases):
+    spec = RingSpec(layout=Zigzag(ranks=4, tokens=128), axis=AXIS, scale=1.0)
+    q, k, v = policy_inputs(cases)
+    seen = KeyRange(*(jnp.zeros(q.shape[:2], jnp.int32) for _ in range(2)))
+    mapped = jax.shard_map(
+        lambda q, k, v, seen: ring_attention(q, k, v, seen, spec=spec)[0],
+        mesh=cases.mesh_of(2),
+        in_specs=(SHARDED,) * 4,
+        out_specs=SHARDED,
+    )
+    with pytest.raises(ValueError, match="ranks=4 must be 2, the size of axis 'context'"):
+        mapped(q, k, v, seen)
