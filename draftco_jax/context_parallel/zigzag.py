@@ -156,8 +156,8 @@ def own_anchors(
     """Those of the row's anchors (places in the whole sequence, the same list on all ranks) that this rank serves."""
     rank = rank_of(axis)
     mine = keep & (layout.owner(anchors) == rank)
-    # Own ones first, in their order: a stable sort by "not mine". Not argsort: inside shard_map jax 0.10 and 0.11 type its
-    # indices as equal on all ranks, and gradients through them would all go where rank 0's indices point.
+    # Own ones first, in their order: a stable sort by "not mine". Not argsort: inside shard_map jax 0.10 and 0.11 type
+    # its indices as equal on all ranks, and gradients through them would all go where rank 0's indices point.
     entry = cast(jnp.broadcast_to(jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :], mine.shape), varying_axes(mine))
     _, place = lax.sort((jnp.logical_not(mine), entry), dimension=1, is_stable=True, num_keys=1)
     place = place[:, :capacity]
