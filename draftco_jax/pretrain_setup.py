@@ -102,6 +102,7 @@ class Pretraining:
 def set_up(cfg: PretrainConfig) -> Setting:
     """Read what the config names, and refuse what cannot work."""
     key = jax.random.key(cfg.seed)
+    family_of(cfg.draft).check_layout(cfg.draft)  # now, and not when the trained draft is to be written
     prompts = cfg.rollout.sequences // cfg.rollout.samples_per_prompt
     task, held_out = build_tasks(cfg, "rollout.sequences / rollout.samples_per_prompt", prompts)
     engine_shape(cfg, task)

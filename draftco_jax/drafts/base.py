@@ -198,6 +198,8 @@ class DraftFamily:
     save: Callable[[Path, Any, ModelGraph, Params], None] | None = None
     load: Callable[[Path, Any], tuple[Any, ModelGraph, Params]] | None = None
     """(folder, config whose training fields apply or None) -> config, structure, weights."""
+    check_layout: Callable[[Any], None] = field(default=lambda cfg: None)
+    """Raise UserError where no published layout holds such a draft, so that `save` would."""
     check_batch: Callable[[PackedBatch, Any], None] = field(default=lambda batch, cfg: None)
     """Raise UserError, on the host, where a batch does not fit what the update is compiled for."""
 

@@ -240,6 +240,30 @@ def test_a_config_that_cannot_work_is_one_line(change, said):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "unpublished"),
+    [
+        ("eagle3", {"qk_norm": True, "norm_output": True}),
+        (
+            "dflash",
+            {
+                "num_hidden_layers": 2,
+                "layer_types": ("sliding_attention", "full_attention"),
+                "sliding_window": 4,
+                "sliding_causal": False,
+                "causal": True,
+            },
+        ),
+        ("dspark", {"layer_types": ("sliding_attention",), "sliding_window": 4, "sample_from_anchor": False}),
+    ],
+)
+def test_a_draft_that_no_layout_holds_is_refused_before_it_is_trained(name, unpublished, tmp_path):
+    config = config_of(name)
+    with pytest.raises(UserError, match="has no published layout"):
+        pretrain(replace(config, draft=replace(config.draft, **unpublished)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_rollout_counts_must_divide():
     with pytest.raises(ValueError, match="sequences_per_call=48 must divide sequences=64"):
         OwnRolloutsConfig(sequences=64, sequences_per_call=48)

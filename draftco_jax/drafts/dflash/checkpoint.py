@@ -50,6 +50,11 @@ def save_dflash(
     write_draft(folder, config, to_tensors(params, prefix=""))
 
 
+def check_layout(cfg: DFlashConfig) -> None:
+    """Refuse what no published layout says."""
+    causality(cfg)
+
+
 def load_dflash(folder: Path, training: DFlashConfig | None = None) -> tuple[DFlashConfig, ModelGraph, Params]:
     """Read a draft; `training` says how it is to be trained, and supplies what the file does not say."""
     settings = open_block_draft(folder)

@@ -60,14 +60,13 @@ def save_dspark(
     `target_layers` is the policy's depth.
     """
     del graph
+    check_layout(cfg)
     body = block_config(cfg, target_layers, *_HEADS, "block_size", "sample_from_anchor")
     settings: dict[str, Any] = {name: getattr(cfg, name) for name in (*_HEADS, "block_size", "sample_from_anchor")}
     settings |= {"mask_token_id": cfg.mask_token_id, "num_anchors": cfg.num_anchors} | causality(cfg)
     if cfg.sample_from_anchor:
         config = body | settings | {"architectures": [_DEEPSPEC], "target_layer_ids": list(cfg.tap_layers)}
     else:
-        if "sliding_attention" in cfg.layer_types:
-            raise UserError("sample_from_anchor=false with sliding layers has no published layout; use full attention")
         config = settings | {
             "architectures": [_SPECULATORS],
             "speculators_model_type": "dspark",
@@ -77,6 +76,13 @@ def save_dspark(
             "transformer_layer_config": body,
         }
     write_draft(folder, config, to_tensors(params, prefix="") | live_tables(shared, head=True))
+
+
+def check_layout(cfg: DSparkConfig) -> None:
+    """Refuse what no published layout says."""
+    causality(cfg)
+    if not cfg.sample_from_anchor and "sliding_attention" in cfg.layer_types:
+        raise UserError("sample_from_anchor=false with sliding layers has no published layout; use full attention")
 
 
 def load_dspark(folder: Path, training: DSparkConfig | None = None) -> tuple[DSparkConfig, ModelGraph, Params]:

@@ -1,7 +1,7 @@
 """EAGLE-3 (arXiv 2503.01840): one decoder layer that reads fused target features and the next token."""
 
 from draftco_jax.drafts.base import DraftFamily
-from draftco_jax.drafts.eagle3.checkpoint import load_draft, save_draft
+from draftco_jax.drafts.eagle3.checkpoint import check_layout, load_draft, save_draft
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.eagle3.training import denominator, from_policy, passes_loss
 
@@ -13,4 +13,5 @@ EAGLE3 = DraftFamily(
     from_policy=from_policy,
     save=save_draft,
     load=load_draft,
+    check_layout=check_layout,
 )

@@ -46,7 +46,7 @@ from draftco_jax.errors import UserError
 from draftco_jax.models.functional import ModelGraph, Params, abstract_params
 from draftco_jax.models.hf_weights import from_tensors, to_tensors
 
-__all__ = ["graph_with_map", "load_draft", "save_draft", "vocabulary_map"]
+__all__ = ["check_layout", "graph_with_map", "load_draft", "save_draft", "vocabulary_map"]
 
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _SPECFORGE, _DEEPSPEC, _AUTOMODEL = "LlamaForCausalLMEagle3", "Qwen3Eagle3Model", "LlamaEagle3DraftModel"
@@ -64,6 +64,7 @@ def save_draft(
     `shared` adds a copy of the policy's embeddings, which SpecForge's and DeepSpec's own classes ask for when they load
     strictly; serving engines share the policy's table and need none.
     """
+    check_layout(cfg)
     tensors = to_tensors(params, prefix="") | live_tables(shared, head=False)
     common = sizes_of(cfg, "tap_layers", "draft_vocab_size", "norm_output", "fc_norm", "qk_norm", *_FLAGS) | {
         "hidden_act": "silu",
@@ -74,7 +75,6 @@ def save_draft(
         "step_loss_decay": cfg.pass_decay,
     }
     if cfg.qk_norm:
-        _check_deepspec(cfg)
         tensors = renamed(tensors, {"midlayer.": "layers.0."}, str(folder))
         config = {"architectures": [_DEEPSPEC], "model_type": "qwen3", "target_layer_ids": list(cfg.tap_layers)}
         write_draft(folder, common | config | {"draft_num_hidden_layers": 1}, tensors)
@@ -92,8 +92,10 @@ def save_draft(
     write_draft(folder, common | config, tensors | map_tensors(cfg, graph.constants.get(CONSTANT)))
 
 
-def _check_deepspec(cfg: Eagle3Config) -> None:
+def check_layout(cfg: Eagle3Config) -> None:
     """Query and key norms exist in DeepSpec's files only, and those know no other variant."""
+    if not cfg.qk_norm:
+        return
     others = [flag for flag in (*_FLAGS, "fc_norm", "norm_output") if getattr(cfg, flag)]
     if cfg.draft_vocab_size < cfg.vocab_size:
         others.append(f"draft_vocab_size={cfg.draft_vocab_size}")
