@@ -208,9 +208,11 @@ def branch_attend(
     before = jnp.where(trunk_mask[:, :, :, None, None, :], before, MASKED_SCORE)
     within = jnp.einsum("rcnkgh,rcmkh->rcnkgm", q, keys, preferred_element_type=jnp.float32)
     within = jnp.where(block_mask[None, None, :, None, None, :], within, MASKED_SCORE)
-    weights = jax.nn.softmax(jnp.concatenate([before, within], axis=-1), axis=-1).astype(values.dtype)
-    out = jnp.einsum("rcnkgs,rksh->rcnkgh", weights[..., :slots], trunk.values)
-    out = out + jnp.einsum("rcnkgm,rcmkh->rcnkgh", weights[..., slots:], values)
+    weights = jax.nn.softmax(jnp.concatenate([before, within], axis=-1), axis=-1)
+    # A cache has the dtype of the draft, the rows of a block that of the policy's embeddings.
+    out = jnp.einsum("rcnkgs,rksh->rcnkgh", weights[..., :slots].astype(trunk.values.dtype), trunk.values)
+    within = jnp.einsum("rcnkgm,rcmkh->rcnkgh", weights[..., slots:].astype(values.dtype), values)
+    out = out.astype(values.dtype) + within
     return out.reshape(rows, blocks, size, heads, width).astype(queries.dtype)
 
 

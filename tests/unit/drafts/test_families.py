@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.drafts.base import TrainingContext
+from draftco_jax.drafts.base import Context, Features, Shared, TrainingContext
 from draftco_jax.drafts.catalog import FAMILIES, catalog_of, family_named, family_of
 from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.drafts.dspark.config import DSparkConfig
@@ -78,6 +78,33 @@ def test_the_losses_of_every_step_and_its_acceptance_are_reported(trained):
     assert np.isfinite(report.losses).all() and ((report.acceptances >= 0) & (report.acceptances <= 1)).all()
     assert 1.0 <= float(report.tau_prob) <= 1.0 + min(steps, CONTEXT.draft_length)
     assert float(loss) > 0 and any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")], ids=str
+)
+def test_policy_and_draft_may_have_different_types_in_a_rollout(name, dtypes):
+    """Laws are float32 and the generate loop can carry the state, whichever of both is in half precision."""
+    of_policy, of_draft = (jnp.dtype(name) for name in dtypes)
+    graph, width = graph_of(CONFIGS[name].build), POLICY.hidden_size
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, of_draft), abstract_params(CONFIGS[name].build))
+    at, tokens, none = jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 0), jnp.int32)
+    taps = jnp.zeros((2, 3, len(CONFIGS[name].tap_layers) * width), of_policy)
+    hidden = jnp.zeros((2, 3, width), of_policy)
+
+    def rounds(params):
+        draft = graph.merge(params)
+        shared = Shared(jnp.zeros((POLICY.vocab_size, width), of_policy), jnp.zeros((width, 19), of_policy))
+        features = Features(tokens, tokens, taps, hidden, at, at)
+        before = draft.absorb(draft.empty_state(2, 9, Context(none, none)), features, shared)
+        proposal, after = draft.propose(before, at, at + 1, jnp.zeros((2, 3)), SamplingConfig(), shared)
+        return before, draft.absorb(after, features, shared), proposal.laws
+
+    before, after, laws = jax.eval_shape(rounds, params)
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    assert [a.dtype for a in jax.tree.leaves(before)] == [a.dtype for a in jax.tree.leaves(after)]
+    assert laws.dtype == jnp.float32 and laws.shape == (2, 3, POLICY.vocab_size)
 
 
 def test_the_catalog_refuses_duplicates_and_names_what_there_is():
