@@ -91,13 +91,14 @@ def check_metrics(run_dir: Path, first: int) -> None:
 
 
 def check_finite(report: StepReport) -> None:
-    """Stop before a broken policy is saved over a good checkpoint."""
-    norm = report.metrics["policy/gradient_norm"]
-    if not np.isfinite(norm):
-        raise UserError(
-            f"step {report.step}: policy/gradient_norm={norm} must be finite; the run stopped before it saved this "
-            "step: lower policy_optimizer.learning_rate, or resume from the checkpoint before it"
-        )
+    """Stop before a broken policy or draft is saved over a good checkpoint; a draft of NaN never recovers either."""
+    for part in ("policy", "draft"):
+        norm = report.metrics.get(f"{part}/gradient_norm", 0.0)  # none where no draft is trained
+        if not np.isfinite(norm):
+            raise UserError(
+                f"step {report.step}: {part}/gradient_norm={norm} must be finite; the run stopped before it saved "
+                f"this step: lower {part}_optimizer.learning_rate, or resume from the checkpoint before it"
+            )
 
 
 def sound_alarm(report: StepReport, progress: Progress) -> bool:

@@ -15,11 +15,13 @@ from draftco_jax.speed import _row
 from draftco_jax.types import Rollouts, StepReport
 
 
-def test_a_policy_that_is_not_finite_stops_the_run_before_it_is_saved():
-    check_finite(StepReport(3, {"policy/gradient_norm": 0.0}))
+@pytest.mark.parametrize("part", ["policy", "draft"])
+def test_a_model_that_is_not_finite_stops_the_run_before_it_is_saved(part):
+    fine = {"policy/gradient_norm": 0.0}
+    check_finite(StepReport(3, fine))
     for norm in (math.nan, math.inf):
-        with pytest.raises(UserError, match="step 3: policy/gradient_norm=.* must be finite"):
-            check_finite(StepReport(3, {"policy/gradient_norm": norm}))
+        with pytest.raises(UserError, match=f"step 3: {part}/gradient_norm=.* must be finite.* lower {part}_optimizer"):
+            check_finite(StepReport(3, fine | {f"{part}/gradient_norm": norm}))
 
 
 @pytest.mark.parametrize(("steps", "lacking"), [([0, 1, 2], None), ([0, 2], 1), ([2], 0), ([0, 1], 2)])
