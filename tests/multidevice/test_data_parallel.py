@@ -105,6 +105,9 @@ def test_joint_update_on_four_devices_equals_one(family):
     reference = jax.tree.map(lambda leaf: leaf * 0.9, policy)
     inputs = (state, batch, jnp.float32(1.0), reference, draft)
     alone, alone_metrics = update(*inputs)
+    silent, _ = update(state, batch, jnp.float32(0.0), reference, draft)
+    for without, one in zip(jax.tree.leaves(silent.policy), jax.tree.leaves(alone.policy), strict=True):
+        np.testing.assert_array_equal(without, one, err_msg="the draft's loss must not reach the policy, bit for bit")
 
     over_data, everywhere = shardings()
     placed = jax.device_put(
