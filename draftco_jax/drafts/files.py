@@ -233,7 +233,10 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
                 f"{folder / legacy[0]} is a pickle, which can run code and is not read; convert it once with "
                 "safetensors.torch.save_file(torch.load(PATH, weights_only=True), 'model.safetensors')"
             )
-        raise UserError(f"weights file {folder / WEIGHTS_FILE} does not exist; give a folder that holds it")
+        raise UserError(
+            f"weights file {folder / WEIGHTS_FILE} does not exist; give a folder that holds {WEIGHTS_FILE}, whole or in "
+            "shards with an index"
+        )
     places = read_config(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(v, str) and Path(v).name == v for v in places.values()):
         raise UserError(f"{index} must map tensor names to files beside it; it is damaged, get it again")
