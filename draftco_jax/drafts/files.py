@@ -234,8 +234,8 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
                 "safetensors.torch.save_file(torch.load(PATH, weights_only=True), 'model.safetensors')"
             )
         raise UserError(
-            f"weights file {folder / WEIGHTS_FILE} does not exist; give a folder that holds {WEIGHTS_FILE}, whole or in "
-            "shards with an index"
+            f"weights file {folder / WEIGHTS_FILE} does not exist; give a folder that holds {WEIGHTS_FILE}, whole or "
+            "in shards with an index"
         )
     places = read_config(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(v, str) and Path(v).name == v for v in places.values()):
