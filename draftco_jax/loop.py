@@ -30,7 +30,7 @@ from draftco_jax.profiling import StageClock
 from draftco_jax.report import write_report
 from draftco_jax.report.write import REPORT_FILE
 from draftco_jax.rewards.exact import score
-from draftco_jax.run import Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
+from draftco_jax.run import DRAFT_FOLDER, Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
 from draftco_jax.training.update import TrainState
 from draftco_jax.types import PackedBatch, PolicyVersion, Prompt, Rollouts, ScoredRollouts, StepReport
@@ -70,6 +70,7 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
             alarmed = alarmed or sound_alarm(report, progress)
             if _due(step, cfg.checkpoint.every_steps) or step == cfg.steps:
                 checkpoints.save(state, run.key, resume_data(run))
+        export_draft(run, state, run_dir)
         if batch is None:  # resumed after the last step: the timed update needs some batch
             batch = make_batch(run, weights, next(run.prompts), cfg.steps)
         summary = summarise_run(run, state, weights, batch, read_metrics(run_dir), progress.stage)
@@ -178,6 +179,16 @@ def publish(run: Run, state: TrainState) -> Published:
     """Policy and draft to the rollout layout under one version."""
     draft = state.draft if run.cotrained else run.models.draft
     return run.publisher.publish(state.policy, draft, PolicyVersion(int(state.step)))
+
+
+def export_draft(run: Run, state: TrainState, run_dir: Path) -> None:
+    """Leave a co-trained draft in its family's published layout: to be served, or trained further."""
+    if not run.cotrained:
+        return
+    assert run.cfg.draft is not None and run.models.draft_graph is not None and state.draft is not None
+    save = family_of(run.cfg.draft).save
+    assert save is not None, "what is trained has weights, which its family can write"
+    save(run_dir / DRAFT_FOLDER, run.cfg.draft, run.models.draft_graph, state.draft)
 
 
 def evaluate(run: Run, weights: Published) -> dict[str, float]:

@@ -32,13 +32,12 @@ from draftco_jax.pretrain_setup import Pretraining, prepare, rollouts_of, set_up
 from draftco_jax.report.figure_style import to_png
 from draftco_jax.report.plots_pretrain import held_out_accepted_length
 from draftco_jax.report.run_data import load_run
-from draftco_jax.run import check_directory, claim_directory
+from draftco_jax.run import DRAFT_FOLDER, check_directory, claim_directory
 from draftco_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from draftco_jax.training.pretrain_draft import PretrainSpec, draft_of, init_state, make_mass_outside, make_step
 from draftco_jax.training.update import TrainState
 from draftco_jax.types import PackedBatch, StepReport
 
-DRAFT_FOLDER = "draft"
 FIGURE_FILE = "accepted_length.png"
 
 

@@ -34,6 +34,8 @@ from draftco_jax.training.update import Optimizers, TrainState, UpdateFn, init_s
 from draftco_jax.weight_sync import Publisher
 
 CONFIG_FILE = "config.json"
+DRAFT_FOLDER = "draft"
+"""The trained draft in its family's published layout."""
 
 # Purposes of the run's root key; a step uses fold_in(root, step), and steps are far below these.
 _POLICY_KEY, _DRAFT_KEY, _EVALUATION_KEY, _UNTRAINED_KEY, _SPEED_KEY = (2**31 + i for i in range(5))
@@ -221,6 +223,8 @@ def build_tasks(cfg: AnyConfig, name: str, prompts: int) -> tuple[Task, Task]:
 def set_up(cfg: RunConfig) -> Run:
     """Build everything but the state."""
     key = jax.random.key(cfg.seed)
+    if cfg.speculation == "cotrained" and cfg.draft is not None:
+        family_of(cfg.draft).check_layout(cfg.draft)  # now, and not when the trained draft is to be written
     task, held_out = build_tasks(cfg, "rollout.prompts_per_step", cfg.rollout.prompts_per_step)
     models = load_models(cfg, key)
     publisher = Publisher(models.policy_graph, models.draft_graph)

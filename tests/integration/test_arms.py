@@ -150,6 +150,15 @@ def test_a_cotrained_draft_moves(finished):
     assert not equal(drafts[0], drafts[6])
 
 
+def test_a_run_leaves_its_cotrained_draft_in_the_published_layout_and_no_other(finished, set_up):
+    config, run_dir, trace = finished("cotrained")
+    cfg, graph, draft = load_draft(run_dir / "draft", training=config.draft)
+    policy = set_up(config).models
+    published = Publisher(policy.policy_graph, graph).publish(policy.policy, draft, PolicyVersion(0)).draft
+    assert cfg == config.draft and equal(published, trace.published_drafts[-1])
+    assert not any((finished(arm).run_dir / "draft").exists() for arm in ("off", "frozen"))
+
+
 def test_frozen_and_cotrained_start_from_the_same_rollouts(finished):
     frozen, cotrained = finished("frozen").trace, finished("cotrained").trace
     assert equal(frozen.rollouts[1], cotrained.rollouts[1])
