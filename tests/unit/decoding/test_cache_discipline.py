@@ -127,7 +127,7 @@ def test_bug_case_b34_draft_cache_equals_a_prefill_of_the_committed_text(recorde
     print(f"max difference {worst:.2g}")
 
 
-def test_bug_case_b36_next_proposals_start_from_true_features(toy, weights, recorded, fresh, mixed_requests):
+def test_bug_case_b36_next_draft_proposals_start_from_true_features(toy, weights, recorded, fresh, mixed_requests):
     rollouts, rounds = recorded
     uniforms = request_uniforms(mixed_requests.keys, rollouts.tokens.shape[1] + K + 1)
     propose = jax.jit(partial(propose_after, toy.graphs))

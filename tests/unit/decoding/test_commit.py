@@ -56,7 +56,7 @@ def test_a_round_is_committed_up_to_its_first_stop(block, accepted, text, stoppe
     np.testing.assert_array_equal(out.logprobs[0, 1 : len(text)], -np.array(text[1:], np.float32))
 
 
-def test_bug_case_b109_counters_of_scripted_rounds():
+def test_bug_case_b109_counters_of_scripted_draft_rounds():
     out, stats = start([1])
     for accepted, proposed in ((2, 3), (0, 1)):
         out, stats, _ = commit(out, stats, [[2, 3, 4, 5]], [accepted], [proposed])

@@ -22,7 +22,7 @@ def rollouts(rounds, committed, accepted, proposed=None) -> Rollouts:
     )
 
 
-def test_bug_case_b109_rate_and_length_of_three_rounds():
+def test_bug_case_b109_rate_and_length_of_three_draft_rounds():
     # k = 3, accepted 2, 0, 3: positions 1, 2, 3 were accepted 2, 2, 1 times; each round adds one more token.
     stats = speculation_stats(rollouts([3], [8], [[2, 2, 1]]))
     assert sum(stats.acceptance_rate_by_position) / 3 == pytest.approx(5 / 9)
