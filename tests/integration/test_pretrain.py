@@ -115,6 +115,17 @@ def test_every_family_learns_and_its_exported_draft_is_the_trained_one(name, fin
     assert run.accepted_length(run.start)["eval/accepted_length"] == lengths["end"]
 
 
+def test_bug_case_b13_draft_training_saves_and_evaluates_by_optimizer_steps_and_evaluation_changes_nothing(finished):
+    """An evaluation between steps 12 and 13 leaves no trace: a training without it takes the very same steps."""
+    config, run_dir, _ = finished("mtp")
+    saved = sorted(int(folder.name) for folder in (run_dir / "checkpoints").iterdir() if folder.name.isdigit())
+    assert saved == [20, STEPS]  # every 5 steps and the last one; two are kept
+    losses = [line["draft/loss"] for line in read_metrics(run_dir)[1:]]
+    unseen = run_dir.parent / "unseen"
+    pretrain(replace(config, evaluation=EvaluationConfig(prompts=32, every_steps=0)), unseen)
+    assert [line["draft/loss"] for line in read_metrics(unseen)[1:]] == losses
+
+
 def test_a_reduced_vocabulary_keeps_what_the_rollouts_hold_most_and_says_what_it_leaves_out(finished):
     config, run_dir, summary = finished("eagle3_reduced")
     with np.load(run_dir / "rollouts.npz") as held:
