@@ -1,6 +1,6 @@
 """Long sequences over the ranks of one mesh axis: zigzag layout, ring, branch attention, and what they cost.
 
-Rows are padded once (`pad_row`), put in the order of the ranks (`to_zigzag`) and sharded over the context axis. Inside
+Rows are padded once (`pad_row`), put in the order of the ranks (`to_ranks`) and sharded over the context axis. Inside
 shard_map each rank asks for the places of its tokens (`local_index`), says what its queries see (`causal_range`,
 `anchor_range`), and calls `ring_attention` or `branch_attention`.
 """
@@ -18,11 +18,13 @@ from draftco_jax.context_parallel.branch import (
 from draftco_jax.context_parallel.layouts import (
     Contiguous,
     Layout,
+    Split,
+    Striped,
     Zigzag,
-    from_zigzag,
+    from_ranks,
     pad_row,
     padded_tokens,
-    to_zigzag,
+    to_ranks,
 )
 from draftco_jax.context_parallel.memory import TrunkShape, pick_trunk_mode
 from draftco_jax.context_parallel.ring import RingSpec
@@ -49,6 +51,8 @@ __all__ = [
     "LocalAnchors",
     "RingSpec",
     "Rule",
+    "Split",
+    "Striped",
     "Trunk",
     "TrunkMode",
     "TrunkShape",
@@ -59,7 +63,7 @@ __all__ = [
     "causal_range",
     "check_documents",
     "diagonal_branch",
-    "from_zigzag",
+    "from_ranks",
     "local_index",
     "own_anchors",
     "pad_row",
@@ -70,7 +74,7 @@ __all__ = [
     "share_trunk",
     "sharded_ring_attention",
     "shift_ahead",
-    "to_zigzag",
+    "to_ranks",
     "windows_at",
     "with_halo",
 ]

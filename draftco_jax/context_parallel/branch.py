@@ -118,7 +118,7 @@ def sharded_ring_attention(
     """`ring_attention` as one shard_map, for code that runs in plain jit: the policy's attention of packed rows.
 
     The function returned takes (q, k, v, segment_ids, positions) or, for a policy with sinks, those and the sinks; all
-    arrays whole and in the order of the ranks (`to_zigzag`). Rows are split over `batch_axis` if there is one.
+    arrays whole and in the order of the ranks (`to_ranks`). Rows are split over `batch_axis` if there is one.
     """
     tokens = PartitionSpec(batch_axis, spec.axis)
 

@@ -1,13 +1,18 @@
 """How the tokens of a sequence are spread over the ranks of the context axis.
 
-Zigzag: the sequence is cut into `periods` stretches of 2 C equal chunks; rank r holds chunks r and 2C-1-r of each, in
-increasing order. With one period every rank has the same number of causal query-key pairs of one long document. With
-more periods the same holds for documents as short as a period, at the price of smaller chunks. Documents may start and
-end anywhere: only the length of the whole row is padded, once, to a multiple of 2 C periods.
+Zigzag: the sequence is cut into 2 C equal chunks; rank r holds chunks r and 2C-1-r. For one long document every rank
+has exactly the same number of causal query-key pairs, and labels ahead cross a border only twice a rank.
+
+Striped: stretches of `stripe` tokens are dealt out in turn. Balances packed rows of many documents, which zigzag does
+not (`work.pick_layout` counts); with a stripe of one kernel tile it wastes no more tiles than zigzag. (Splitting each
+document for itself balances pairs as well, but documents then need padding, and short ones fill their tiles badly.)
+
+Either way documents may start and end anywhere: only the length of the whole row is padded, once.
 
 Contiguous: rank r holds one stretch. The last rank then has 2 - 1/C times the mean work. For comparison only.
 
-Letters: C ranks, N tokens of a row, L = N / C tokens of a rank, w tokens of a chunk, m periods, R rows.
+Letters: C ranks, N tokens of a row, L = N / C tokens of a rank, p pieces (unbroken stretches) of a rank, w tokens of a
+piece, R rows.
 """
 
 from __future__ import annotations
@@ -21,62 +26,97 @@ from jaxtyping import Array, Int32, Shaped
 
 @dataclass(frozen=True, kw_only=True)
 class Zigzag:
-    """The layout that is trained with."""
+    """An early and a late chunk for each rank."""
 
     ranks: int
     tokens: int
     """Of a row, all ranks together."""
-    periods: int = 1
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.periods < 1:
-            raise ValueError(f"ranks={self.ranks}, periods={self.periods} must be >= 1; use 1 for no split")
-        parts = 2 * self.ranks * self.periods
-        if self.tokens < parts or self.tokens % parts:
-            raise ValueError(
-                f"tokens={self.tokens} must be a positive multiple of {parts} (2 * ranks={self.ranks} * periods="
-                f"{self.periods}); pad rows to {padded_tokens(self.tokens, self.ranks, self.periods)}"
-            )
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a chunk, w."""
-        return self.tokens // (2 * self.ranks * self.periods)
+        _check_split(self.ranks, self.tokens, 2)
 
     @property
     def local_tokens(self) -> int:
         """Tokens of a rank, L."""
         return self.tokens // self.ranks
 
+    @property
+    def pieces(self) -> int:
+        """Unbroken stretches of a rank, p."""
+        return 2
+
+    @property
+    def piece(self) -> int:
+        """Tokens of one of them, w."""
+        return self.tokens // (2 * self.ranks)
+
     def index(self, rank: Array | int) -> Int32[Array, " L"]:
         """Place in the whole sequence of each token of a rank, increasing. `rank` may be traced."""
         rank = jnp.asarray(rank, jnp.int32)
-        slots = jnp.stack([rank, 2 * self.ranks - 1 - rank])
-        chunks = 2 * self.ranks * jnp.arange(self.periods, dtype=jnp.int32)[:, None] + slots[None, :]
-        inside = jnp.arange(self.chunk, dtype=jnp.int32)
-        return (self.chunk * chunks[:, :, None] + inside[None, None, :]).reshape(-1)
+        return _places(jnp.stack([rank, 2 * self.ranks - 1 - rank]), self.piece)
 
     def owner(self, index: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """Rank that holds each place of the sequence."""
-        slot = index // self.chunk % (2 * self.ranks)
-        return jnp.where(slot < self.ranks, slot, 2 * self.ranks - 1 - slot)
+        chunk = index // self.piece
+        return jnp.minimum(chunk, 2 * self.ranks - 1 - chunk)
 
     def local(self, index: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """Where among its rank's tokens each place of the sequence is."""
-        chunk = index // self.chunk
-        period, slot = chunk // (2 * self.ranks), chunk % (2 * self.ranks)
-        late = (slot >= self.ranks).astype(index.dtype)
-        return (2 * period + late) * self.chunk + index % self.chunk
+        late = (index >= self.tokens // 2).astype(index.dtype)
+        return late * self.piece + index % self.piece
 
     def order(self) -> Int32[np.ndarray, " N"]:
         """x[order] is what the ranks hold, one after the other."""
-        c = self.ranks
-        natural = np.arange(self.tokens, dtype=np.int32).reshape(self.periods, 2 * c, self.chunk)
-        return np.concatenate([natural[:, [r, 2 * c - 1 - r]].reshape(-1) for r in range(c)])
+        natural = np.arange(self.tokens, dtype=np.int32).reshape(2, self.ranks, self.piece)
+        return np.stack([natural[0], natural[1, ::-1]], axis=1).reshape(-1)
 
-    def inverse(self) -> Int32[np.ndarray, " N"]:
-        """y[inverse] is the sequence again."""
-        return np.argsort(self.order()).astype(np.int32)
+
+@dataclass(frozen=True, kw_only=True)
+class Striped:
+    """Stripes dealt out in turn: rank r holds stripes r, r + C, r + 2 C, ..."""
+
+    ranks: int
+    tokens: int
+    stripe: int
+    """Tokens of a stripe: at least a tile of the kernel, and at least as many as labels reach ahead."""
+
+    def __post_init__(self) -> None:
+        if self.stripe < 1:
+            raise ValueError(f"stripe={self.stripe} must be >= 1; the tile of the kernel is a good choice")
+        _check_split(self.ranks, self.tokens, self.stripe)
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a rank, L."""
+        return self.tokens // self.ranks
+
+    @property
+    def pieces(self) -> int:
+        """Unbroken stretches of a rank, p."""
+        return self.tokens // (self.ranks * self.stripe)
+
+    @property
+    def piece(self) -> int:
+        """Tokens of one of them, w."""
+        return self.stripe
+
+    def index(self, rank: Array | int) -> Int32[Array, " L"]:
+        """Place in the whole sequence of each token of a rank, increasing. `rank` may be traced."""
+        rank = jnp.asarray(rank, jnp.int32)
+        return _places(rank + self.ranks * jnp.arange(self.pieces, dtype=jnp.int32), self.piece)
+
+    def owner(self, index: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+        """Rank that holds each place of the sequence."""
+        return index // self.stripe % self.ranks
+
+    def local(self, index: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+        """Where among its rank's tokens each place of the sequence is."""
+        return index // (self.stripe * self.ranks) * self.stripe + index % self.stripe
+
+    def order(self) -> Int32[np.ndarray, " N"]:
+        """x[order] is what the ranks hold, one after the other."""
+        natural = np.arange(self.tokens, dtype=np.int32).reshape(self.pieces, self.ranks, self.stripe)
+        return natural.swapaxes(0, 1).reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +127,7 @@ class Contiguous:
     tokens: int
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.tokens < self.ranks or self.tokens % self.ranks:
-            raise ValueError(
-                f"tokens={self.tokens} must be a positive multiple of ranks={self.ranks}; "
-                f"pad rows to {-(-self.tokens // max(self.ranks, 1)) * max(self.ranks, 1)}"
-            )
+        _check_split(self.ranks, self.tokens, 1)
 
     @property
     def local_tokens(self) -> int:
@@ -100,20 +136,21 @@ class Contiguous:
 
     def index(self, rank: Array | int) -> Int32[Array, " L"]:
         """Place in the whole sequence of each token of a rank, increasing. `rank` may be traced."""
-        start = jnp.asarray(rank, jnp.int32) * self.local_tokens
-        return start + jnp.arange(self.local_tokens, dtype=jnp.int32)
+        return _places(jnp.asarray(rank, jnp.int32)[None], self.local_tokens)
 
     def order(self) -> Int32[np.ndarray, " N"]:
         """x[order] is what the ranks hold, one after the other."""
         return np.arange(self.tokens, dtype=np.int32)
 
 
-Layout = Zigzag | Contiguous
+Split = Zigzag | Striped
+"""What is trained with."""
+Layout = Zigzag | Striped | Contiguous
 
 
-def padded_tokens(tokens: int, ranks: int, periods: int = 1) -> int:
-    """Smallest row length >= tokens that a zigzag can split."""
-    parts = 2 * ranks * periods
+def padded_tokens(tokens: int, ranks: int, per_rank: int = 2) -> int:
+    """Smallest row length >= tokens that a zigzag (per_rank 2) or stripes (per_rank = stripe) can split."""
+    parts = per_rank * ranks
     return max(-(-tokens // parts), 1) * parts
 
 
@@ -125,17 +162,33 @@ def pad_row(x: Shaped[Array, "R T *rest"], tokens: int, fill: float | int | bool
     return jnp.pad(x, widths, constant_values=fill)
 
 
-def to_zigzag(x: Shaped[Array, "R N *rest"], layout: Zigzag) -> Shaped[Array, "R N *rest"]:
+def to_ranks(x: Shaped[Array, "R N *rest"], layout: Layout) -> Shaped[Array, "R N *rest"]:
     """Whole rows in the order of the ranks: to be sharded over the context axis along axis 1."""
     return _reorder(x, layout, layout.order())
 
 
-def from_zigzag(x: Shaped[Array, "R N *rest"], layout: Zigzag) -> Shaped[Array, "R N *rest"]:
-    """The inverse of `to_zigzag`, exactly."""
-    return _reorder(x, layout, layout.inverse())
+def from_ranks(x: Shaped[Array, "R N *rest"], layout: Layout) -> Shaped[Array, "R N *rest"]:
+    """The inverse of `to_ranks`, exactly."""
+    return _reorder(x, layout, np.argsort(layout.order()).astype(np.int32))
 
 
-def _reorder(x: Array, layout: Zigzag, order: Int32[np.ndarray, " N"]) -> Array:
+def _reorder(x: Array, layout: Layout, order: Int32[np.ndarray, " N"]) -> Array:
     if x.shape[1] != layout.tokens:
         raise ValueError(f"x={x.shape} must have {layout.tokens} tokens along axis 1; pad it with pad_row")
     return jnp.take(x, order, axis=1, unique_indices=True, mode="clip")
+
+
+def _places(pieces: Int32[Array, " p"], width: int) -> Int32[Array, " L"]:
+    """Places of these pieces of the sequence, one after the other."""
+    return (width * pieces[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]).reshape(-1)
+
+
+def _check_split(ranks: int, tokens: int, per_rank: int) -> None:
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be >= 1; 1 is no split")
+    parts = per_rank * ranks
+    if tokens < parts or tokens % parts:
+        raise ValueError(
+            f"tokens={tokens} must be a positive multiple of {parts} ({per_rank} for each of ranks={ranks}); "
+            f"pad rows to {padded_tokens(tokens, ranks, per_rank)}"
+        )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int, Int64
 
-from draftco_jax.context_parallel.layouts import Contiguous, Layout, Zigzag
+from draftco_jax.context_parallel.layouts import Contiguous, Layout, Split, Striped, Zigzag
 
 FORWARD_FLOPS_PER_PAIR = 4
 """For each query head and each unit of head width: two products, a multiplication and an addition each."""
@@ -91,22 +91,30 @@ def balance(ranges: Int64[np.ndarray, "2 N"], layout: Layout, *, tile: int = 1) 
     return Balance(step_pairs=pairs)
 
 
-def pick_periods(lengths: Sequence[int], tokens: int, ranks: int, *, tile: int, halo: int = 0) -> int:
-    """Periods of the zigzag with the shortest critical path for these documents, counted in tiles; 1 wins ties.
+def pick_layout(lengths: Sequence[int], tokens: int, ranks: int, *, tile: int, halo: int = 0) -> Split:
+    """Zigzag or stripes of 1, 2 or 4 tiles: what has the shortest critical path for these documents, counted in tiles.
 
-    `tokens` is the row's padded length; a choice needs chunks of at least `halo` tokens (what labels ahead reach).
+    Zigzag wins ties. A program is compiled for one layout, so ask with lengths that are typical of the run.
+
+    Args:
+        lengths: of the documents of a row, in their order.
+        tokens: padded length of the row; layouts that cannot split it are left out.
+        ranks: of the context axis.
+        tile: of the kernel.
+        halo: tokens that labels reach ahead, which a piece must hold.
     """
-    best, best_pairs = 1, None
-    periods = 1
-    while tokens % (2 * ranks * periods) == 0 and tokens // (2 * ranks * periods) >= max(halo, 1):
-        layout = Zigzag(ranks=ranks, tokens=tokens, periods=periods)
-        pairs = balance(document_ranges(lengths, tokens), layout, tile=tile).critical_pairs
-        if best_pairs is None or pairs < best_pairs:
-            best, best_pairs = periods, pairs
-        periods *= 2
-    if best_pairs is None:
-        raise ValueError(f"tokens={tokens} must be a multiple of {2 * ranks}, chunks >= halo={halo}; pad the row")
-    return best
+    layouts: list[Split] = []
+    if tokens % (2 * ranks) == 0:
+        layouts.append(Zigzag(ranks=ranks, tokens=tokens))
+    stripes = [n * tile for n in (1, 2, 4) if tokens % (ranks * n * tile) == 0]
+    layouts += [Striped(ranks=ranks, tokens=tokens, stripe=stripe) for stripe in stripes]
+    layouts = [layout for layout in layouts if layout.piece >= halo]
+    if not layouts:
+        raise ValueError(
+            f"tokens={tokens} must be a multiple of {2 * ranks} or {ranks * tile}, pieces >= halo={halo}; pad the row"
+        )
+    ranges = document_ranges(lengths, tokens)
+    return min(layouts, key=lambda layout: balance(ranges, layout, tile=tile).critical_pairs)
 
 
 def sequential_balance(tokens: int, ranks: int) -> Balance:

@@ -3,7 +3,7 @@
 Every function here but `check_documents` runs on one rank's tokens, inside shard_map (or outside of it with axis None
 and one rank).
 
-Letters: C ranks, R rows, L tokens of a rank, w tokens of a chunk, m periods, s steps ahead, A anchors of a rank.
+Letters: C ranks, R rows, L tokens of a rank, p pieces of w tokens each of a rank, A anchors of a rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32, Shaped
 
-from draftco_jax.context_parallel.layouts import Layout, Zigzag
+from draftco_jax.context_parallel.layouts import Layout, Split, Zigzag
 from pallas_kernels.block_attention import KeyRange
 from pallas_kernels.manual_axes import cast, varying_axes
 
@@ -84,7 +84,7 @@ def anchor_range(
 
 
 def shift_ahead(
-    x: Shaped[Array, "R L *rest"], steps: int, layout: Zigzag, axis: str | None, *, fill: float | int | bool = 0
+    x: Shaped[Array, "R L *rest"], steps: int, layout: Split, axis: str | None, *, fill: float | int | bool = 0
 ) -> Shaped[Array, "R L *rest"]:
     """y[t] = x[t + steps] in the order of the whole sequence; `fill` where the sequence ends.
 
@@ -95,42 +95,53 @@ def shift_ahead(
 
 
 def with_halo(
-    x: Shaped[Array, "R L *rest"], steps: int, layout: Zigzag, axis: str | None, *, fill: float | int | bool = 0
-) -> Shaped[Array, "R q e *rest"]:
-    """Each chunk of this rank (q = 2 m of them) followed by the next `steps` tokens of the sequence, e = w + steps.
+    x: Shaped[Array, "R L *rest"], steps: int, layout: Split, axis: str | None, *, fill: float | int | bool = 0
+) -> Shaped[Array, "R p e *rest"]:
+    """Each piece of this rank followed by the next `steps` tokens of the sequence, e = w + steps.
 
-    The chunk after an early one is on the next rank (on the last rank it is the own late one), the chunk after a late
-    one on the rank before (on rank 0 it is the own early one of the next period). So two permutes serve any layout
-    that is a zigzag; both are complete, and what a border rank receives is replaced by its own.
+    Only the first `steps` tokens of each piece are sent. The permutes are complete; what a border rank receives in vain
+    is replaced by its own.
     """
-    if not 0 <= steps <= layout.chunk:
-        raise ValueError(
-            f"steps={steps} must be in 0..{layout.chunk}, the tokens of a chunk; use fewer ranks or periods"
-        )
-    rows, periods, w, c = x.shape[0], layout.periods, layout.chunk, layout.ranks
-    chunks = x.reshape(rows, periods, 2, w, *x.shape[2:])
-    early, late = chunks[:, :, 0, :steps], chunks[:, :, 1, :steps]
-    end = jnp.full_like(early[:, :1], fill)
-    next_period = jnp.concatenate([early[:, 1:], end], axis=1)
-    if c == 1:
-        after_early, after_late = late, next_period
-    else:
-        assert axis is not None
-        rank = lax.axis_index(axis)
-        after_early = jnp.where(rank == c - 1, late, lax.ppermute(early, axis, ring_hops(c, -1)))
-        after_late = jnp.where(rank == 0, next_period, lax.ppermute(late, axis, ring_hops(c, 1)))
-    halo = jnp.stack([after_early, after_late], axis=2)
-    return jnp.concatenate([chunks, halo], axis=3).reshape(rows, 2 * periods, w + steps, *x.shape[2:])
+    if not 0 <= steps <= layout.piece:
+        raise ValueError(f"steps={steps} must be in 0..{layout.piece}, the tokens of a piece; use longer pieces")
+    pieces = x.reshape(x.shape[0], layout.pieces, layout.piece, *x.shape[2:])
+    heads = pieces[:, :, :steps]
+    end = jnp.full_like(heads[:, :1], fill)
+    after = _heads_after_zigzag if isinstance(layout, Zigzag) else _heads_after_stripes
+    return jnp.concatenate([pieces, after(heads, end, layout.ranks, axis)], axis=2)
+
+
+def _heads_after_zigzag(heads: Array, end: Array, ranks: int, axis: str | None) -> Array:
+    """After an early chunk comes that of the next rank (on the last one its own late chunk), after a late chunk that of
+    the rank before (on the first one the end)."""
+    early, late = heads[:, :1], heads[:, 1:]
+    if ranks == 1:
+        return jnp.concatenate([late, end], axis=1)
+    assert axis is not None
+    rank = lax.axis_index(axis)
+    after_early = jnp.where(rank == ranks - 1, late, lax.ppermute(early, axis, ring_hops(ranks, -1)))
+    after_late = jnp.where(rank == 0, end, lax.ppermute(late, axis, ring_hops(ranks, 1)))
+    return jnp.concatenate([after_early, after_late], axis=1)
+
+
+def _heads_after_stripes(heads: Array, end: Array, ranks: int, axis: str | None) -> Array:
+    """After a stripe comes that of the next rank; after the last rank's the first rank's next one."""
+    if ranks == 1:
+        return jnp.concatenate([heads[:, 1:], end], axis=1)
+    assert axis is not None
+    arrived = lax.ppermute(heads, axis, ring_hops(ranks, -1))
+    of_first_rank = jnp.concatenate([arrived[:, 1:], end], axis=1)
+    return jnp.where(lax.axis_index(axis) == ranks - 1, of_first_rank, arrived)
 
 
 def windows_at(
-    extended: Shaped[Array, "R q e *rest"], local: Int32[Array, "R A"], count: int, layout: Zigzag
+    extended: Shaped[Array, "R p e *rest"], local: Int32[Array, "R A"], count: int, layout: Split
 ) -> Shaped[Array, "R A n *rest"]:
     """The `count` values from each of these local tokens on, out of `with_halo(x, steps)` with steps >= count - 1.
 
     So labels of a block whose rows lie on another rank are at hand where its anchor is: no anchor is dropped.
     """
-    w, length = layout.chunk, extended.shape[2]
+    w, length = layout.piece, extended.shape[2]
     if not 1 <= count <= length - w + 1:
         raise ValueError(
             f"count={count} must be in 1..{length - w + 1}, what the halo reaches; make it with more steps"
@@ -151,7 +162,7 @@ class LocalAnchors(NamedTuple):
 
 
 def own_anchors(
-    anchors: Int32[Array, "R a"], keep: Bool[Array, "R a"], layout: Zigzag, axis: str | None, *, capacity: int
+    anchors: Int32[Array, "R a"], keep: Bool[Array, "R a"], layout: Split, axis: str | None, *, capacity: int
 ) -> LocalAnchors:
     """Those of the row's anchors (places in the whole sequence, the same list on all ranks) that this rank serves."""
     rank = rank_of(axis)
@@ -168,10 +179,11 @@ def own_anchors(
     return LocalAnchors(place, local, index, live, missing)
 
 
-def anchor_capacity(anchors: Int[np.ndarray, "R a"], keep: Bool[np.ndarray, "R a"], layout: Zigzag) -> int:
+def anchor_capacity(anchors: Int[np.ndarray, "R a"], keep: Bool[np.ndarray, "R a"], layout: Split) -> int:
     """On the host: the most anchors that one rank serves in one of these rows, at least 1."""
-    slot = anchors // layout.chunk % (2 * layout.ranks)
-    owner = np.where(slot < layout.ranks, slot, 2 * layout.ranks - 1 - slot)
+    owners = np.empty(layout.tokens, np.int64)
+    owners[layout.order()] = np.arange(layout.tokens) // layout.local_tokens
+    owner = owners[anchors]
     counts = [np.bincount(o[k], minlength=1).max() for o, k in zip(owner, keep, strict=True)]
     return max(int(max(counts, default=0)), 1)
 

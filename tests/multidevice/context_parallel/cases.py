@@ -22,16 +22,17 @@ from draftco_jax.context_parallel import (
     Branch,
     KeyRange,
     RingSpec,
+    Striped,
     Zigzag,
     anchor_capacity,
     anchor_range,
     branch_attention,
     causal_range,
-    from_zigzag,
+    from_ranks,
     local_index,
     own_anchors,
     share_trunk,
-    to_zigzag,
+    to_ranks,
 )
 
 LENGTHS = ((3, 1, 17, 5, 50, 20), (125,))
@@ -158,6 +159,8 @@ def answer(case: Case):
         if case.kind != "policy":
             keys, values = np.concatenate([keys, flat(bk)]), np.concatenate([values, flat(bv)])
         seen = mask[row].any(axis=1) | (sinks is not None)
+        if case.blocks:  # a place that is not taken is no query, so not even a sink is seen from it
+            seen &= np.repeat(KEEP[row], BLOCK)
         d_lse = np.where(seen[:, None], flat(wl), 0.0)
         found.append(
             DENSE.dense_attention(
@@ -173,6 +176,8 @@ def answer(case: Case):
         "dk": stack((t[0] for t in tokens), k.shape),
         "dv": stack((t[1] for t in tokens), v.shape),
     }
+    if case.blocks:
+        result["lse"] = np.where(KEEP[:, :, None, None], result["lse"], -np.inf)
     if case.kind != "policy":
         result |= {"dbk": stack((t[2] for t in tokens), bk.shape), "dbv": stack((t[3] for t in tokens), bv.shape)}
     if sinks is not None:
@@ -187,8 +192,8 @@ def mesh_of(ranks: int, data: int = 1) -> Mesh:
 
 def spec_of(ranks: int, **changes) -> RingSpec:
     """How the cases run: small tiles, so that even these rows are several."""
-    periods = changes.pop("periods", 1)
-    layout = Zigzag(ranks=ranks, tokens=TOKENS, periods=periods)
+    stripe = changes.pop("stripe", None)
+    layout = Striped(ranks=ranks, tokens=TOKENS, stripe=stripe) if stripe else Zigzag(ranks=ranks, tokens=TOKENS)
     return RingSpec(**{"layout": layout, "axis": AXIS, "scale": SCALE, "tile": TILE, "unroll": 1} | changes)
 
 
@@ -233,7 +238,7 @@ def solve_with(case: Case, spec: RingSpec, mode="replay", data=1):
     """A jitted function of the natural-order inputs: out, lse and all gradients, by the names of `answer`."""
     layout, mesh = spec.layout, mesh_of(spec.ranks, data)
     tokens, whole = PartitionSpec("data", AXIS), PartitionSpec("data")
-    zig = lambda x: to_zigzag(jnp.asarray(x), layout)  # noqa: E731
+    zig = lambda x: to_ranks(jnp.asarray(x), layout)  # noqa: E731
     if case.blocks:
         specs = (whole, tokens, tokens, whole, whole, tokens, tokens, whole, whole, PartitionSpec())
         mapped = jax.shard_map(
@@ -256,7 +261,7 @@ def solve_with(case: Case, spec: RingSpec, mode="replay", data=1):
         def run(q, k, v, bk, bv, sinks):
             live = live_tokens(case)
             args = (zig(q), zig(k), zig(v), zig(bk), zig(bv), zig(SEGMENTS), zig(POSITIONS), zig(live))
-            out, lse = (from_zigzag(x, layout) for x in mapped(*args, sinks))
+            out, lse = (from_ranks(x, layout) for x in mapped(*args, sinks))
             return out, lse, jnp.zeros(len(LENGTHS), jnp.int32)
 
     @jax.jit
@@ -275,9 +280,11 @@ def solve_with(case: Case, spec: RingSpec, mode="replay", data=1):
 
 
 @functools.cache
-def errors(case: Case, ranks: int, mode: str = "replay", periods: int = 1, unroll: int = 1) -> dict[str, float]:
+def errors(
+    case: Case, ranks: int, mode: str = "replay", stripe: int | None = None, unroll: int = 1
+) -> dict[str, float]:
     """Largest difference of each tensor over its largest entry; every anchor served."""
-    spec = spec_of(ranks, periods=periods, unroll=unroll)
+    spec = spec_of(ranks, stripe=stripe, unroll=unroll)
     got, missing = solve_with(case, spec, mode)(*inputs(case))
     assert not np.any(missing), "an anchor was dropped"
     if case.kind == "policy":

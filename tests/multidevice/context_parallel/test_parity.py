@@ -13,7 +13,7 @@ slow = pytest.mark.slow
 
 
 def check(cases, ranks, **options):
-    run = {name: options.pop(name) for name in ("mode", "periods", "unroll") if name in options}
+    run = {name: options.pop(name) for name in ("mode", "stripe", "unroll") if name in options}
     case = cases.Case(**options)
     errors = cases.errors(case, ranks, **run)
     assert max(errors.values()) < TOLERANCE[case.dtype], errors
@@ -44,6 +44,10 @@ def test_bfloat16_inputs(cases):
 
 def test_multi_query_with_window_and_sinks(cases):
     check(cases, 4, kind="policy", kv_heads=1, window=9, sinks=True)
+
+
+def test_stripes_are_exact_too(cases):
+    check(cases, 4, kind="dspark", stripe=8)
 
 
 def test_gathered_keys_are_exact_too(cases):
@@ -77,9 +81,10 @@ def test_gathered_keys_on_every_predicate(cases, kind, ranks):
 
 
 @slow
-@pytest.mark.parametrize(("ranks", "periods"), [(1, 4), (2, 8), (4, 4)])
-def test_more_periods(cases, ranks, periods):
-    check(cases, ranks, kind="ttt", periods=periods)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ranks", "stripe"), [(1, 16), (2, 8), (8, 4)])
+def test_stripes_on_every_predicate(cases, kind, ranks, stripe):
+    check(cases, ranks, kind=kind, stripe=stripe)
 
 
 @slow

@@ -14,13 +14,13 @@ from draftco_jax.context_parallel import (
     Zigzag,
     branch_attention,
     causal_range,
-    from_zigzag,
+    from_ranks,
     local_index,
     ring_attention,
     save_ring_policy,
     sharded_ring_attention,
     share_trunk,
-    to_zigzag,
+    to_ranks,
 )
 
 AXIS = "context"
@@ -47,7 +47,7 @@ def permutes(jaxpr) -> int:
 def rematerialised(cases):
     """Permutes in the gradient program of a layer, without jax.checkpoint and with it under two policies."""
     spec = cases.spec_of(4)
-    args = tuple(to_zigzag(x, spec.layout) for x in policy_inputs(cases))
+    args = tuple(to_ranks(x, spec.layout) for x in policy_inputs(cases))
 
     def layer(q, k, v):
         seen = KeyRange(
@@ -81,7 +81,7 @@ def test_checkpointed_gradients_are_the_same(cases):
     def gradients(wrap):
         op = wrap(lambda q, k, v, s, p: cases.token_op(case, spec)(q, k, v, bk, bv, s, p, s > 0, None)[0])
         mapped = jax.shard_map(op, mesh=cases.mesh_of(2), in_specs=(SHARDED,) * 5, out_specs=SHARDED)
-        zig = [to_zigzag(jnp.asarray(x), spec.layout) for x in (q, k, v, cases.SEGMENTS, cases.POSITIONS, w)]
+        zig = [to_ranks(jnp.asarray(x), spec.layout) for x in (q, k, v, cases.SEGMENTS, cases.POSITIONS, w)]
         loss = lambda q, k, v: jnp.sum(mapped(q, k, v, *zig[3:5]) * zig[5])  # noqa: E731
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*zig[:3])
 
@@ -90,7 +90,7 @@ def test_checkpointed_gradients_are_the_same(cases):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_data_axis_beside_the_context_axis(cases):
+def test_bug_case_b53_a_data_axis_beside_the_context_axis(cases):
     """Rows over two groups of four ranks; the gradient of a shared sink is summed over both axes."""
     case = cases.Case("ttt", sinks=True)
     got, _ = cases.solve_with(case, cases.spec_of(4), data=2)(*cases.inputs(case))
@@ -103,10 +103,10 @@ def test_policy_attention_in_plain_jit_with_donated_inputs(cases):
     mesh = cases.mesh_of(4, data=2)
     place = NamedSharding(mesh, PartitionSpec("data", AXIS))
     attend = sharded_ring_attention(mesh, spec, batch_axis="data")
-    put = lambda x: jax.device_put(to_zigzag(jnp.asarray(x), spec.layout), place)  # noqa: E731
+    put = lambda x: jax.device_put(to_ranks(jnp.asarray(x), spec.layout), place)  # noqa: E731
     q, k, v, segments, positions = map(put, (*policy_inputs(cases), cases.SEGMENTS, cases.POSITIONS))
     program = jax.jit(lambda q, *rest: attend(q, *rest) * 2.0, donate_argnums=0)
-    out = from_zigzag(program(q, k, v, segments, positions), spec.layout)
+    out = from_ranks(program(q, k, v, segments, positions), spec.layout)
     assert q.is_deleted()
     assert cases.DENSE.relative(out[:, :, None], 2 * cases.answer(cases.Case("policy"))["out"]) < 1e-6
 
@@ -124,8 +124,8 @@ def policy_program(cases):
     @jax.jit
     def run(q, k, v, segments, positions, weights):
         def loss(q, k, v):
-            zig = [to_zigzag(x, spec.layout) for x in (q, k, v, segments, positions)]
-            out = from_zigzag(mapped(*zig), spec.layout)
+            zig = [to_ranks(x, spec.layout) for x in (q, k, v, segments, positions)]
+            out = from_ranks(mapped(*zig), spec.layout)
             return jnp.sum(out * weights), out
 
         grads, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
@@ -166,6 +166,87 @@ def test_bug_case_b48_packed_documents_equal_the_same_documents_alone(cases, pol
             ours, theirs = a[0, shift : shift + length], b[0, start : start + length]
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * float(jnp.max(jnp.abs(b))))
         start += length
+
+
+def test_the_last_token_of_a_ragged_row_matters(cases, policy_program):
+    """A length that 2 C does not divide is not rounded down (TransformerEngine 1930): its last value is read."""
+    q, k, v = policy_inputs(cases)
+    rows = jnp.asarray(cases.SEGMENTS), jnp.asarray(cases.POSITIONS)
+    last = cases.LENGTHS[1][0] - 1
+    before = policy_program(q, k, v, *rows, jnp.ones_like(q))[0]
+    after = policy_program(q, k, v.at[1, last].add(1.0), *rows, jnp.ones_like(q))[0]
+    changed = np.flatnonzero(np.any(np.asarray(before != after), axis=(0, 2, 3)))
+    assert changed.tolist() == [last]
+
+
+def test_gradients_of_many_reads_are_added_in_float32(cases):
+    """Four reads of bfloat16 keys: the sum is rounded once. Rounded at each read it would be off by several."""
+    reads, spec = 4, cases.spec_of(2)
+    q, k, v = (x.astype(jnp.bfloat16) for x in policy_inputs(cases))
+    weights = [jnp.asarray(np.random.default_rng(i).normal(size=q.shape), jnp.bfloat16) for i in range(reads)]
+
+    def gradients(share_once):
+        def local(q, k, v, *weights):
+            seen = KeyRange(
+                jnp.zeros(q.shape[:2], jnp.int32), jnp.broadcast_to(local_index(spec.layout, AXIS), q.shape[:2])
+            )
+            seen = KeyRange(*(x[:, :, None] for x in seen))
+
+            def loss(k, v):
+                shared, total = share_trunk(k, v, spec), jnp.float32(0.0)
+                for w in weights:
+                    trunk = shared if share_once else share_trunk(k, v, spec)
+                    out = branch_attention(q[:, :, None], trunk, seen, spec=spec)[0][:, :, 0]
+                    total = total + jnp.sum(out.astype(jnp.float32) * w.astype(jnp.float32))
+                return total
+
+            return jax.grad(loss, argnums=(0, 1))(k, v)
+
+        specs = (SHARDED,) * (3 + reads)
+        mapped = jax.jit(jax.shard_map(local, mesh=cases.mesh_of(2), in_specs=specs, out_specs=SHARDED))
+        dk, dv = mapped(*(to_ranks(x, spec.layout) for x in (q, k, v, *weights)))
+        assert dv.dtype == jnp.bfloat16
+        return from_ranks(dv, spec.layout)
+
+    mask = np.tril(np.ones((cases.TOKENS, cases.TOKENS), bool))
+    total = sum(np.asarray(w, np.float64) for w in weights)
+    wanted = np.stack(
+        [cases.DENSE.dense_attention(q[r], k[r], v[r], mask, scale=cases.SCALE, d_out=total[r]).dv for r in range(2)]
+    )
+    mean = lambda got: float(np.abs(np.asarray(got, np.float64) - wanted).mean())  # noqa: E731
+    assert cases.DENSE.relative(gradients(True), wanted) < 4e-3
+    assert mean(gradients(True)) < 0.6 * mean(gradients(False))
+
+
+def test_keys_that_a_tensor_axis_shares(cases):
+    """Query heads over a tensor axis, their one key-value head on both: its gradient is the sum over that axis."""
+    case = cases.Case("policy", kv_heads=1)
+    spec = cases.spec_of(4)
+    q, k, v, _, _, w, wl, _ = cases.inputs(case)
+    devices = np.array(jax.devices()).reshape(2, 4)
+    heads, shared = PartitionSpec(None, AXIS, "tensor"), SHARDED
+
+    def local(q, k, v, segments, positions):
+        seen = causal_range(segments, positions, local_index(spec.layout, AXIS))
+        return ring_attention(q, k, v, seen, spec=spec)[0]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=jax.sharding.Mesh(devices, ("tensor", AXIS)),
+        in_specs=(heads, shared, shared, shared, shared),
+        out_specs=heads,
+        check_vma=True,
+    )
+    zig = [
+        to_ranks(jnp.asarray(x), spec.layout) for x in (q[:, :, 0], k, v, cases.SEGMENTS, cases.POSITIONS, w[:, :, 0])
+    ]
+    loss = lambda q, k, v: jnp.sum(mapped(q, k, v, *zig[3:5]) * zig[5])  # noqa: E731
+    got = [from_ranks(x, spec.layout) for x in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*zig[:3])]
+    mask = cases.masks(case)
+    for row in range(2):
+        d = cases.DENSE.dense_attention(q[row, :, 0], k[row], v[row], mask[row], scale=cases.SCALE, d_out=w[row, :, 0])
+        for a, b in zip(got, (d.dq, d.dk, d.dv), strict=True):
+            assert cases.DENSE.relative(a[row], b) < 1e-6
 
 
 def test_padding_gets_zeros_and_no_gradient(cases, policy_program):

@@ -6,9 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.context_parallel import Contiguous, Zigzag, from_zigzag, pad_row, padded_tokens, to_zigzag
+from draftco_jax.context_parallel import Contiguous, Striped, Zigzag, from_ranks, pad_row, padded_tokens, to_ranks
 
-LAYOUTS = [(1, 8, 1), (2, 8, 1), (4, 32, 1), (8, 64, 1), (2, 24, 3), (4, 64, 4)]
+LAYOUTS = [
+    Zigzag(ranks=1, tokens=8),
+    Zigzag(ranks=2, tokens=8),
+    Zigzag(ranks=8, tokens=64),
+    Striped(ranks=2, tokens=24, stripe=3),
+    Striped(ranks=4, tokens=64, stripe=4),
+    Striped(ranks=1, tokens=8, stripe=2),
+]
 
 
 def test_bug_case_b49_ranks_hold_their_early_and_late_chunk():
@@ -18,9 +25,9 @@ def test_bug_case_b49_ranks_hold_their_early_and_late_chunk():
     assert layout.order().tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("ranks", "tokens", "periods"), LAYOUTS)
-def test_bug_case_b49_one_order_for_all_tensors_and_its_inverse(ranks, tokens, periods):
-    layout = Zigzag(ranks=ranks, tokens=tokens, periods=periods)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bug_case_b49_one_order_for_all_tensors_and_its_inverse(layout):
+    ranks, tokens = layout.ranks, layout.tokens
     rng = np.random.default_rng(0)
     tensors = [
         jnp.asarray(rng.integers(0, 9, (2, tokens)), jnp.int32),
@@ -30,14 +37,14 @@ def test_bug_case_b49_one_order_for_all_tensors_and_its_inverse(ranks, tokens, p
     ]
     places = np.concatenate([np.asarray(layout.index(r)) for r in range(ranks)])
     for x in tensors:
-        moved = to_zigzag(x, layout)
+        moved = to_ranks(x, layout)
         np.testing.assert_array_equal(moved, np.asarray(x)[:, places])
-        np.testing.assert_array_equal(from_zigzag(moved, layout), x)
+        np.testing.assert_array_equal(from_ranks(moved, layout), x)
 
 
-@pytest.mark.parametrize(("ranks", "tokens", "periods"), LAYOUTS)
-def test_bug_case_b12_each_place_is_on_one_rank_once(ranks, tokens, periods):
-    layout = Zigzag(ranks=ranks, tokens=tokens, periods=periods)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bug_case_b12_each_place_is_on_one_rank_once(layout):
+    ranks, tokens = layout.ranks, layout.tokens
     held = [np.asarray(layout.index(r)) for r in range(ranks)]
     assert sorted(np.concatenate(held).tolist()) == list(range(tokens))
     for rank, places in enumerate(held):
@@ -46,22 +53,30 @@ def test_bug_case_b12_each_place_is_on_one_rank_once(ranks, tokens, periods):
         np.testing.assert_array_equal(layout.local(jnp.asarray(places)), np.arange(places.size))
 
 
+def test_stripes_are_dealt_out_in_turn():
+    layout = Striped(ranks=2, tokens=12, stripe=2)
+    assert layout.index(0).tolist() == [0, 1, 4, 5, 8, 9]
+    assert layout.index(1).tolist() == [2, 3, 6, 7, 10, 11]
+
+
 def test_bug_case_b47_a_length_that_does_not_split_is_refused_with_the_numbers():
-    with pytest.raises(
-        ValueError, match=r"tokens=2999 .* multiple of 8 \(2 \* ranks=4 \* periods=1\); pad rows to 3000"
-    ):
+    with pytest.raises(ValueError, match=r"tokens=2999 .* multiple of 8 \(2 for each of ranks=4\); pad rows to 3000"):
         Zigzag(ranks=4, tokens=2999)
-    with pytest.raises(ValueError, match=r"tokens=10 .* multiple of ranks=4; pad rows to 12"):
+    with pytest.raises(ValueError, match=r"tokens=10 .* multiple of 4 .*; pad rows to 12"):
         Contiguous(ranks=4, tokens=10)
+    with pytest.raises(ValueError, match=r"tokens=100 .* multiple of 32 .*; pad rows to 128"):
+        Striped(ranks=4, tokens=100, stripe=8)
+    with pytest.raises(ValueError, match="stripe=0"):
+        Striped(ranks=4, tokens=8, stripe=0)
     with pytest.raises(ValueError, match="ranks=0"):
         Zigzag(ranks=0, tokens=8)
     with pytest.raises(ValueError, match="must have 16 tokens along axis 1"):
-        to_zigzag(jnp.zeros((1, 15)), Zigzag(ranks=2, tokens=16))
+        to_ranks(jnp.zeros((1, 15)), Zigzag(ranks=2, tokens=16))
 
 
 def test_bug_case_b48_rows_are_padded_once():
     assert [padded_tokens(n, 2) for n in (1, 4, 5, 13)] == [4, 4, 8, 16]
-    assert padded_tokens(13, 2, 3) == 24
+    assert padded_tokens(13, 2, 8) == 16
     row = pad_row(jnp.asarray([[1, 2, 2, 2, 2]], jnp.int32), 8)
     assert row.tolist() == [[1, 2, 2, 2, 2, 0, 0, 0]]
     with pytest.raises(ValueError, match="tokens=4 must be >= 5"):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.context_parallel import Contiguous, Zigzag, padded_tokens
+from draftco_jax.context_parallel import Contiguous, Striped, Zigzag, padded_tokens
 from draftco_jax.context_parallel.work import (
     balance,
     causal_pairs,
@@ -14,7 +14,7 @@ from draftco_jax.context_parallel.work import (
     flops,
     length_mix,
     padded_usp_pairs,
-    pick_periods,
+    pick_layout,
     sequential_balance,
 )
 from pallas_kernels.block_attention.reference import NO_KEY, tile_bounds
@@ -39,7 +39,7 @@ def counted(lengths, layout, tile, window=None):
 
 
 @pytest.mark.parametrize(
-    "layout", [Zigzag(ranks=2, tokens=48, periods=3), Zigzag(ranks=4, tokens=48), Contiguous(ranks=3, tokens=48)]
+    "layout", [Striped(ranks=2, tokens=48, stripe=3), Zigzag(ranks=4, tokens=48), Contiguous(ranks=3, tokens=48)]
 )
 @pytest.mark.parametrize("window", [None, 5])
 def test_pairs_are_those_of_the_mask(layout, window):
@@ -114,20 +114,18 @@ def test_padded_usp_costs_3_8_times_ours_on_the_papers_mix(paper_mix):
     assert padded_usp_pairs(lengths, 2, 1) / ours >= 3.8
 
 
-def test_periods_are_picked_by_the_documents():
-    """One long document needs no more than one period; many short ones are balanced by small chunks."""
-    assert pick_periods([4096], 4096, 4, tile=16) == 1
-    short = [96] * 40
-    tokens = 4096
-    row = document_ranges(short, tokens)
-    periods = pick_periods(short, tokens, 4, tile=16)
-    assert periods > 1
-    one = balance(row, Zigzag(ranks=4, tokens=tokens), tile=16).critical_pairs
-    assert balance(row, Zigzag(ranks=4, tokens=tokens, periods=periods), tile=16).critical_pairs < one
-    chunk = Zigzag(ranks=4, tokens=tokens, periods=pick_periods(short, tokens, 4, tile=16, halo=100)).chunk
-    assert chunk >= 100
+def test_the_layout_is_picked_by_the_documents():
+    """Zigzag for one long document; stripes for many, with less waste than zigzag in tiles too."""
+    assert pick_layout([4096], 4096, 4, tile=16) == Zigzag(ranks=4, tokens=4096)
+    lengths, tokens = length_mix(8, longest=1024, mean=455, variation=0.52, seed=1).tolist(), 4096
+    picked = pick_layout(lengths, tokens, 8, tile=16, halo=8)
+    assert isinstance(picked, Striped)
+    row = document_ranges(lengths, tokens)
+    zigzag = balance(row, Zigzag(ranks=8, tokens=tokens), tile=16)
+    assert balance(row, picked, tile=16).critical_pairs < zigzag.critical_pairs / 1.5
+    assert pick_layout(lengths, tokens, 8, tile=16, halo=40).piece >= 40
     with pytest.raises(ValueError, match="halo=4096"):
-        pick_periods(short, tokens, 4, tile=16, halo=4096)
+        pick_layout(lengths, tokens, 8, tile=16, halo=4096)
 
 
 def test_flops_of_a_pair():
