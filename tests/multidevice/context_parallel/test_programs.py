@@ -215,7 +215,8 @@ def test_gradients_of_many_reads_are_added_in_float32(cases):
     )
     mean = lambda got: float(np.abs(np.asarray(got, np.float64) - wanted).mean())  # noqa: E731
     assert cases.DENSE.relative(gradients(True), wanted) < 4e-3
-    assert mean(gradients(True)) < 0.6 * mean(gradients(False))
+    # One rounding against four and three sums of them: 0.66 of the mean error here.
+    assert mean(gradients(True)) < 0.8 * mean(gradients(False))
 
 
 def test_keys_that_a_tensor_axis_shares(cases):
