@@ -17,6 +17,9 @@ VERSION := $(shell $(VERSIONED) -c 'import sys; v = sys.version_info[:2]; print(
 CONSTRAINTS := .ci/constraints-python$(VERSION).txt
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+# Compiling is what tests wait for, on one core each. A file stays with one worker, whose compiled programs it shares.
+JOBS ?= 2
+PARALLEL := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-fast test test-all test-fast lint warm-start clean
@@ -44,15 +47,15 @@ demo-fast: $(STAMP)
 
 # tests/multidevice is a process of its own: the number of devices is fixed when JAX starts.
 test: $(STAMP)
-	$(PYTEST) tests $(ARGS)
+	$(PYTEST) tests $(PARALLEL) $(ARGS)
 	$(PYTEST) tests/multidevice $(ARGS)
 
 test-all: $(STAMP)
-	$(PYTEST) tests -m '' $(ARGS)
+	$(PYTEST) tests -m '' $(PARALLEL) $(ARGS)
 	$(PYTEST) tests/multidevice -m '' $(ARGS)
 
 test-fast: $(STAMP)
-	$(PYTEST) tests/architecture tests/unit $(ARGS)
+	$(PYTEST) tests/architecture tests/unit $(PARALLEL) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
