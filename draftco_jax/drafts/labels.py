@@ -63,7 +63,8 @@ def weigh_labels(
         rewards: of each label's answer; read where the mask is 1 only.
         advantages: likewise.
     """
-    fixed = jnp.ones(len(step_weights)) if cfg.label_weights == "d_pace" else jnp.array(step_weights, jnp.float32)
+    ones = jnp.ones(len(step_weights), jnp.float32)
+    fixed = ones if cfg.label_weights == "d_pace" else jnp.array(step_weights, jnp.float32)
     weights = masks * fixed[:, None, None]
     if cfg.sample_weights == "reward":
         weights = weights * reward_weights(rewards, floor=cfg.reward_floor)

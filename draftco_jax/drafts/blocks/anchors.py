@@ -35,7 +35,7 @@ def anchor_hashes(
     """Random bits of each token, a function of the key, the token's sequence and its place in it."""
 
     def one(sample: Array, position: Array) -> Array:
-        return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, sample), position))
+        return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, sample), position), dtype=jnp.uint32)
 
     return jax.vmap(jax.vmap(one))(sample_ids, positions)
 

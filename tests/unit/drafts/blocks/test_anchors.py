@@ -97,6 +97,8 @@ def test_the_choice_is_a_function_of_key_sample_and_position_whatever_else_is_in
     behind = chosen(rows([(4, [0, 1, 1, 1, 1, 1]), (9, answer)], [(8, answer)]), cfg)
     assert [a - 6 for a in behind[0] if a >= 6] == alone
     assert behind[1] != alone, "another sample has another choice"
+    with jax.enable_x64(True):
+        assert chosen(rows([(9, answer)]), cfg)[0] == alone
 
 
 def test_row_anchors_is_the_compiled_size_and_too_many_anchors_are_refused_never_dropped():
