@@ -79,7 +79,7 @@ def test_bug_case_b17_the_draft_loss_is_bounded_by_its_chunk(name):
 
 
 def test_bug_case_b18_no_array_of_the_draft_loss_has_a_vocabulary_for_every_token():
-    """Nothing that the backward pass keeps grows with tokens x vocabulary: half the tokens, half the memory at most."""
+    """Of all arrays of forward and backward pass the largest has less than an eighth of tokens x vocabulary."""
     cfg = config_of("eagle3", LOSS)
     gradient, arguments = gradient_program(cfg, rows=ROWS, chunk=128, tile=1024)
     largest = max(
