@@ -53,8 +53,9 @@ class Models:
 
     @cached_property
     def fingerprints(self) -> dict[str, int]:
-        """One number for each model's starting weights."""
-        return {"policy": fingerprint(self.policy), "draft": fingerprint(self.draft)}
+        """One number for each model's starting weights, and the draft's vocabulary map."""
+        constants = {} if self.draft_graph is None else self.draft_graph.constants
+        return {"policy": fingerprint(self.policy), "draft": fingerprint({"weights": self.draft, "map": constants})}
 
 
 @dataclass(frozen=True)

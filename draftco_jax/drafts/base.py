@@ -240,7 +240,7 @@ def check_tap_layers(tap_layers: tuple[int, ...]) -> None:
         raise ValueError(f"tap_layers={tap_layers} must be increasing layer numbers >= 0; give e.g. (0, 1)")
 
 
-def sizes_of(target: DecoderConfig) -> dict[str, Any]:
+def sizes_from(target: DecoderConfig) -> dict[str, Any]:
     """Sizes and constants of the policy that a draft of its own width takes over, by field name."""
     names = (
         "vocab_size",

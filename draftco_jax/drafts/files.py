@@ -279,7 +279,8 @@ def renamed(tensors: Mapping[str, np.ndarray], rules: Mapping[str, str], source:
 def write_draft(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """config.json and model.safetensors as published; every tensor in the dtype it is kept in.
 
-    Both are written under other names and then put in place, so that a stop while writing leaves what was there.
+    Both are written under other names and then put in place: a stop while writing leaves what was there. One between
+    the two leaves no config.json, which every reader refuses, and never weights beside the config of others.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kinds = {str(t.dtype) for name, t in tensors.items() if name not in _MAPS}
@@ -287,6 +288,7 @@ def write_draft(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.n
     weights, settings = folder / f"{WEIGHTS_FILE}.part", folder / f"{CONFIG_FILE}.part"
     save_file(tensors, weights, metadata={"format": "pt"})
     settings.write_text(json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n")
+    (folder / CONFIG_FILE).unlink(missing_ok=True)
     weights.replace(folder / WEIGHTS_FILE)
     settings.replace(folder / CONFIG_FILE)
 

@@ -25,9 +25,10 @@ def row_at(values: Shaped[Array, "B T *rest"], index: Int[Array, " B"]) -> Shape
 def slice_rows(values: Shaped[Array, "B S *rest"], start: Int[Array, " B"], count: int) -> Shaped[Array, "B n *rest"]:
     """values[b, start_b : start_b + count]; the caller keeps the slice inside."""
     trailing = values.shape[2:]
-    zeros = (0,) * len(trailing)
+    zero = jnp.zeros((), start.dtype)  # of the type of the starts: a bare 0 is another one where 64 bits are on
+    zeros = (zero,) * len(trailing)
     if values.shape[0] == 1:
-        return jax.lax.dynamic_slice(values, (0, start[0], *zeros), (1, count, *trailing))
+        return jax.lax.dynamic_slice(values, (zero, start[0], *zeros), (1, count, *trailing))
     return jax.vmap(lambda v, s: jax.lax.dynamic_slice(v, (s, *zeros), (count, *trailing)))(values, start)
 
 
@@ -35,7 +36,8 @@ def update_rows(
     buffer: Shaped[Array, "B S *rest"], rows: Shaped[Array, "B n *rest"], start: Int[Array, " B"]
 ) -> Shaped[Array, "B S *rest"]:
     """The buffer with rows[b] written at start_b; the caller keeps the slice inside."""
-    zeros = (0,) * (buffer.ndim - 2)
+    zero = jnp.zeros((), start.dtype)
+    zeros = (zero,) * (buffer.ndim - 2)
     if buffer.shape[0] == 1:
-        return jax.lax.dynamic_update_slice(buffer, rows, (0, start[0], *zeros))
+        return jax.lax.dynamic_update_slice(buffer, rows, (zero, start[0], *zeros))
     return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice(b, r, (s, *zeros)))(buffer, rows, start)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftco_jax.drafts.base import DraftConfig, check_model_draft, check_tap_layers, sizes_of
+from draftco_jax.drafts.base import DraftConfig, check_model_draft, check_tap_layers, sizes_from
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.transformer import check_sizes
 
@@ -125,7 +125,7 @@ class BlockDraftConfig(DraftConfig):
 def values_for(target: DecoderConfig, changes: dict[str, Any]) -> dict[str, Any]:
     """Fields of a draft of the policy's own width with the published taps, then `changes`."""
     taps = default_taps(changes.get("num_hidden_layers", 5), target.num_hidden_layers)
-    return sizes_of(target) | {"tap_layers": taps} | changes
+    return sizes_from(target) | {"tap_layers": taps} | changes
 
 
 def default_taps(count: int, layers: int) -> tuple[int, ...]:

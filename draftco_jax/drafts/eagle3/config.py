@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftco_jax.drafts.base import DraftConfig, check_model_draft, check_tap_layers, sizes_of
+from draftco_jax.drafts.base import DraftConfig, check_model_draft, check_tap_layers, sizes_from
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.transformer import DecoderConfig, check_sizes
 
@@ -74,7 +74,7 @@ class Eagle3Config(DraftConfig):
         layers = target.num_hidden_layers
         default = (1, layers // 2 - 1, layers - 4) if layers >= 7 else tuple(range(layers))
         taps = {"tap_layers": tap_layers or default, "draft_vocab_size": target.vocab_size}
-        return cls(**(sizes_of(target) | taps | changes))
+        return cls(**(sizes_from(target) | taps | changes))
 
     def check_target(self, target: DecoderConfig) -> None:
         """Raise ValueError where this draft cannot read that target."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from draftco_jax.drafts.base import DraftConfig, check_model_draft, sizes_of
+from draftco_jax.drafts.base import DraftConfig, check_model_draft, sizes_from
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.transformer import DecoderConfig, check_sizes
 
@@ -99,7 +99,7 @@ class MtpConfig(DraftConfig):
     @classmethod
     def for_target(cls, target: DecoderConfig, **changes: Any) -> MtpConfig:
         """A head of the target's own sizes."""
-        return cls(**(sizes_of(target) | changes))
+        return cls(**(sizes_from(target) | changes))
 
     def check_target(self, target: DecoderConfig) -> None:
         """Raise ValueError where this draft cannot read that target."""
