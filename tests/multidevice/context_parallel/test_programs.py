@@ -87,7 +87,7 @@ def test_checkpointed_gradients_are_the_same(cases):
 
     kept = gradients(lambda f: jax.checkpoint(f, policy=save_ring_policy()))
     for a, b in zip(gradients(lambda f: f), kept, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert cases.DENSE.relative(a, b) < 1e-6  # two programs: XLA may fuse, and so round, in another way
 
 
 def test_bug_case_b53_a_data_axis_beside_the_context_axis(cases):
