@@ -39,6 +39,8 @@ $(STAMP): pyproject.toml $(wildcard .ci/constraints-python*.txt)
 
 # --resume: a second `make demo` continues a run that was stopped and leaves a finished one as it is.
 demo: $(STAMP)
+	@test -f configs/grpo_arithmetic3_$(DRAFT)_cpu.py || { echo "DRAFT=$(DRAFT) must be one of:" \
+	  $(patsubst configs/grpo_arithmetic3_%_cpu.py,%,$(wildcard configs/grpo_arithmetic3_*_cpu.py)) >&2; exit 2; }
 	$(BIN)/draftco train --config configs/grpo_arithmetic3_$(DRAFT)_cpu.py \
 	  --run-dir runs/demo$(addprefix -,$(filter-out eagle3,$(DRAFT))) --resume $(ARGS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from draftco_jax.errors import UserError
 from draftco_jax.metrics import write_text_whole
 from draftco_jax.report.figure_style import LeftOut, to_png
 from draftco_jax.report.page import Picture, render_page
@@ -24,6 +25,11 @@ def write_report(run_dir: Path) -> Path:
         UserError: one line, if the directory holds no metrics or no config, or one that cannot be read.
     """
     run = load_run(run_dir)
+    if run.config.get("type") == "PretrainConfig":
+        raise UserError(
+            f"run_dir={run_dir} holds the pre-training of a draft, which has no report; see accepted_length.png and "
+            "summary.json in it"
+        )
     folder = run_dir / PLOTS_FOLDER
     folder.mkdir(exist_ok=True)
     pictures: list[Picture] = []

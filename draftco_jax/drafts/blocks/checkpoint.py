@@ -13,6 +13,8 @@ but such a draft cannot tell a blank from that token; an id outside the vocabula
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +55,13 @@ def open_block_draft(folder: Path) -> Settings:
     settings, names = read_settings(folder), tensor_names(folder)
     nested = settings.section(SECTION).raw
     kind = nested.get("projector_type")
-    name = settings.architecture or ""
-
-    def has(*parts: str) -> bool:
-        return any(part in tensor for tensor in names for part in parts)
-
-    if name.startswith("DFlash2") or has("candidate_selector", "attention_conv", ".conv"):
-        raise settings.refusal("this is a DFlash 2 draft (convolutions and a candidate selector); not supported")
-    if kind == "domino" or name.startswith("Domino") or has("prefix_gru", "embed_proj"):
-        raise settings.refusal("this is a Domino draft (a recurrent head over the block); not supported")
-    if any(tensor.startswith("mtp.") for tensor in names) or has("main_proj"):
-        raise settings.refusal("this is a DeepSeek-V4 style DSpark draft (mtp stages, main_proj); not supported")
+    _refuse_other_models(settings, names, kind)
     if kind not in (None, "dflash", "dspark"):
         raise settings.refusal(f"projector_type={json.dumps(kind)} is not supported; supported: dflash, dspark")
-    if has(*_PACKED):
+    if _any_holds(names, *_PACKED):
         raise settings.refusal("projections are packed or quantised, as in NVFP4 files; give the bf16 checkpoint")
     for part, what in _OWN_TABLES.items():
-        if has(part):
+        if _any_holds(names, part):
             raise settings.refusal(
                 f"the draft has {what} ({part}); supported: drafts that read the policy's own tables"
             )
@@ -77,6 +69,26 @@ def open_block_draft(folder: Path) -> Settings:
     if size is not None and size != full:
         raise settings.refusal(f"draft_vocab_size={size} must be vocab_size={full}; supported: the full vocabulary")
     return settings
+
+
+def _any_holds(names: Iterable[str], *parts: str) -> bool:
+    return any(part in name for name in names for part in parts)
+
+
+def _refuse_other_models(settings: Settings, names: Iterable[str], kind: Any) -> None:
+    """Models that go by the name of a block draft, or stand where one is looked for, are told by name."""
+    name = settings.architecture or ""
+    has = partial(_any_holds, names)
+
+    if name.startswith("DFlash2") or has("candidate_selector", "attention_conv", ".conv"):
+        raise settings.refusal("this is a DFlash 2 draft (convolutions and a candidate selector); not supported")
+    if kind == "domino" or name.startswith("Domino") or has("prefix_gru", "embed_proj"):
+        raise settings.refusal("this is a Domino draft (a recurrent head over the block); not supported")
+    stages = any(tensor.startswith("mtp.") for tensor in names)
+    if has("main_proj") or (stages and has("markov_head")):
+        raise settings.refusal("this is a DeepSeek-V4 style DSpark draft (mtp stages, main_proj); not supported")
+    if stages:
+        raise settings.refusal("this is a multi-token prediction head (mtp.*); give it to an MtpConfig")
 
 
 def is_speculators(settings: Settings) -> bool:

@@ -1,5 +1,6 @@
 """Tests of the report page: complete for every arm, self-contained, honest about what is missing."""
 
+import json
 import re
 from functools import cache
 from html.parser import HTMLParser
@@ -226,3 +227,13 @@ def test_a_directory_without_a_run_is_one_clear_line(fake_run, tmp_path):
         write_report(run_dir)
     assert "\n" not in str(no_metrics.value) + str(no_config.value)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_pre_training_of_a_draft_has_no_report(fake_run):
+    run_dir = fake_run()
+    config = json.loads((run_dir / "config.json").read_text()) | {"type": "PretrainConfig"}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    before = sorted(run_dir.rglob("*"))
+    with pytest.raises(UserError, match="holds the pre-training of a draft, which has no report"):
+        write_report(run_dir)
+    assert sorted(run_dir.rglob("*")) == before

@@ -15,6 +15,7 @@ from draftco_jax.drafts.dflash.checkpoint import load_dflash, save_dflash
 from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.drafts.dspark.checkpoint import load_dspark, save_dspark
 from draftco_jax.drafts.dspark.config import DSparkConfig
+from draftco_jax.errors import UserError
 from draftco_jax.models.functional import abstract_params, graph_of
 from draftco_jax.models.hf_weights import to_tensors
 
@@ -345,3 +346,11 @@ def test_a_mixed_causality_has_no_layout(tmp_path, refused):
         causal=True,
     )
     refused(lambda folder: save_dflash(folder, cfg, graph_of(cfg.build), draw(cfg)), tmp_path, "no published layout")
+
+
+def test_a_prediction_head_given_to_a_block_draft_is_told_as_what_it_is():
+    from draftco_jax.config import resolve_checkpoint
+
+    for load in (load_dflash, load_dspark):
+        with pytest.raises(UserError, match="this is a multi-token prediction head .* give it to an MtpConfig"):
+            load(resolve_checkpoint("shipped:arithmetic3/mtp"))
