@@ -1,33 +1,24 @@
 """Pre-training of a DFlash draft (blocks of 6, 5 drafts) of the 2-digit policy, on two CPU cores in a few minutes.
 
-draftco pretrain-draft --config configs/pretrain_arithmetic2_dflash_cpu.py --run-dir runs/draft-dflash
+    draftco pretrain-draft --config configs/pretrain_arithmetic2_dflash_cpu.py --run-dir runs/draft-dflash
+
+The recipe of the 3-digit policy, for a narrower one.
 """
 
 from dataclasses import replace
 
-from pretrain_arithmetic2_eagle3_cpu import get_config as eagle3_config
+from pretrain_arithmetic2_eagle3_cpu import get_config as two_digits
+from pretrain_arithmetic3_dflash_cpu import get_config as three_digits
 
-from draftco_jax.drafts.dflash.config import DFlashConfig
-from draftco_jax.pretrain_config import OwnRolloutsConfig, PretrainConfig
-from draftco_jax.training.optimizer import OptimizerConfig
+from draftco_jax.pretrain_config import PretrainConfig
 
 
 def get_config() -> PretrainConfig:
-    base = eagle3_config()
+    recipe, base = three_digits(), two_digits()
     return replace(
-        base,
-        draft=DFlashConfig.for_target(
-            base.policy,
-            mask_token_id=31,  # an id that no text uses
-            block_size=6,
-            num_hidden_layers=2,
-            intermediate_size=128,
-            num_anchors=12,
-            row_anchors=12,
-        ),
-        # A block is filled at once, which is harder to learn than a chain: more texts, more steps, fewer rows each.
-        rollout=OwnRolloutsConfig(sequences=16384),
-        batch_rows=32,
-        steps=3000,
-        optimizer=OptimizerConfig(learning_rate=8e-3, schedule="cosine", warmup_steps=50),
+        recipe,
+        task=base.task,
+        policy=base.policy,
+        policy_checkpoint=base.policy_checkpoint,
+        draft=replace(recipe.draft, hidden_size=base.policy.hidden_size),
     )

@@ -1,41 +1,24 @@
 """Pre-training of a DSpark draft (blocks of 5 drafts) of the 2-digit policy, on two CPU cores in a few minutes.
 
-draftco pretrain-draft --config configs/pretrain_arithmetic2_dspark_cpu.py --run-dir runs/draft-dspark
+    draftco pretrain-draft --config configs/pretrain_arithmetic2_dspark_cpu.py --run-dir runs/draft-dspark
+
+The recipe of the 3-digit policy, for a narrower one.
 """
 
 from dataclasses import replace
 
-from pretrain_arithmetic2_eagle3_cpu import get_config as eagle3_config
+from pretrain_arithmetic2_eagle3_cpu import get_config as two_digits
+from pretrain_arithmetic3_dspark_cpu import get_config as three_digits
 
-from draftco_jax.drafts.dspark.config import DSparkConfig
-from draftco_jax.losses.draft import DraftLossConfig
-from draftco_jax.pretrain_config import AdaptationConfig, OwnRolloutsConfig, PretrainConfig
-from draftco_jax.training.optimizer import OptimizerConfig
+from draftco_jax.pretrain_config import PretrainConfig
 
 
 def get_config() -> PretrainConfig:
-    base = eagle3_config()
+    recipe, base = three_digits(), two_digits()
     return replace(
-        base,
-        draft=DSparkConfig.for_target(
-            base.policy,
-            mask_token_id=31,  # an id that no text uses
-            block_size=5,
-            num_hidden_layers=2,
-            intermediate_size=128,
-            markov_rank=32,
-            loss=DraftLossConfig(hard_cross_entropy=1.0),
-            num_anchors=12,
-            row_anchors=12,
-        ),
-        # As for DFlash; then on total variation, which decides how many of the drafts are accepted.
-        rollout=OwnRolloutsConfig(sequences=16384),
-        batch_rows=32,
-        steps=2000,
-        optimizer=OptimizerConfig(learning_rate=8e-3, schedule="cosine", warmup_steps=50),
-        adaptation=AdaptationConfig(
-            steps=1000,
-            optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=10),
-            loss=DraftLossConfig(end_to_end_tv=1.0),
-        ),
+        recipe,
+        task=base.task,
+        policy=base.policy,
+        policy_checkpoint=base.policy_checkpoint,
+        draft=replace(recipe.draft, hidden_size=base.policy.hidden_size),
     )

@@ -1,24 +1,24 @@
-"""Pre-training of a MTP draft (4 recursive steps) of the 2-digit policy, on two CPU cores in a few minutes.
+"""Pre-training of an MTP head (4 recursive steps) of the 2-digit policy, on two CPU cores in a few minutes.
 
-draftco pretrain-draft --config configs/pretrain_arithmetic2_mtp_cpu.py --run-dir runs/draft-mtp
+    draftco pretrain-draft --config configs/pretrain_arithmetic2_mtp_cpu.py --run-dir runs/draft-mtp
+
+The recipe of the 3-digit policy, for a narrower one.
 """
 
 from dataclasses import replace
 
-from pretrain_arithmetic2_eagle3_cpu import get_config as eagle3_config
+from pretrain_arithmetic2_eagle3_cpu import get_config as two_digits
+from pretrain_arithmetic3_mtp_cpu import get_config as three_digits
 
-from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.pretrain_config import PretrainConfig
-from draftco_jax.training.optimizer import OptimizerConfig
 
 
 def get_config() -> PretrainConfig:
-    base = eagle3_config()
+    recipe, base = three_digits(), two_digits()
     return replace(
-        base,
-        draft=MtpConfig.for_target(
-            base.policy, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, steps=4, step_decay=0.8
-        ),
-        steps=1000,
-        optimizer=OptimizerConfig(learning_rate=4e-3, schedule="cosine", warmup_steps=10),
+        recipe,
+        task=base.task,
+        policy=base.policy,
+        policy_checkpoint=base.policy_checkpoint,
+        draft=replace(recipe.draft, hidden_size=base.policy.hidden_size),
     )

@@ -1,4 +1,4 @@
-"""Pre-training of a MTP draft (4 recursive steps) of the 3-digit policy, on two CPU cores in a few minutes.
+"""Pre-training of an MTP head (4 recursive steps) of the 3-digit policy, on two CPU cores in a few minutes.
 
 draftco pretrain-draft --config configs/pretrain_arithmetic3_mtp_cpu.py --run-dir runs/draft-mtp
 """

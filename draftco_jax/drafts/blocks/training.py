@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key, Shaped
 
-from draftco_jax.drafts.base import Target, TrainingContext
+from draftco_jax.drafts.base import DraftReport, LossFn, Target, TrainingContext
 from draftco_jax.drafts.blocks.anchors import select_anchors
 from draftco_jax.drafts.blocks.body import BlockDraft, head_logits
 from draftco_jax.drafts.blocks.config import BlockDraftConfig
@@ -104,6 +104,28 @@ def denominator(batch: PackedBatch, cfg: BlockDraftConfig, key: Key[Array, ""]) 
     """
     anchors, keep = select_anchors(key, batch, cfg)
     return weighed(batch, block_labels(batch, anchors, keep, cfg), cfg).denominator
+
+
+def on_chosen_anchors(loss_at: LossFn) -> LossFn:
+    """The loss of a family, made of its loss at given anchors: the key of the optimizer step chooses them.
+
+    The result takes (draft, target, batch, *, denominator, key, context): the policy's forward on `batch`, the global
+    sum of `denominator(batch, cfg, key)`, and what the update says of sampling, chunks and k.
+    """
+
+    def blocks_loss(
+        draft: BlockDraft,
+        target: Target,
+        batch: PackedBatch,
+        *,
+        denominator: Array,
+        key: Key[Array, ""],
+        context: TrainingContext,
+    ) -> tuple[Float32[Array, ""], DraftReport]:
+        anchors, keep = select_anchors(key, batch, draft.cfg)
+        return loss_at(draft, target, batch, anchors, keep, denominator=denominator, context=context)
+
+    return blocks_loss
 
 
 def forward(

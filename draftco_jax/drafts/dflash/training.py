@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import jax
-from jaxtyping import Array, Bool, Float32, Int, Key
+from jaxtyping import Array, Bool, Float32, Int
 
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
-from draftco_jax.drafts.blocks.anchors import select_anchors
-from draftco_jax.drafts.blocks.training import draft_acceptance, forward
+from draftco_jax.drafts.blocks.training import draft_acceptance, forward, on_chosen_anchors
 from draftco_jax.drafts.dflash.module import DFlash
 from draftco_jax.drafts.labels import draft_loss, report
 from draftco_jax.numerics.masked import masked_mean
 from draftco_jax.types import PackedBatch
-
-
-def blocks_loss(
-    draft: DFlash,
-    target: Target,
-    batch: PackedBatch,
-    *,
-    denominator: Array,
-    key: Key[Array, ""],
-    context: TrainingContext,
-) -> tuple[Float32[Array, ""], DraftReport]:
-    """Loss over the blocks of this step's anchors, and what each draft would have been accepted with.
-
-    Args:
-        draft: the draft model.
-        target: the policy's forward on `batch`; cut here. `hidden` may be None where the loss needs no teacher, and
-            acceptance is then estimated from the labels.
-        batch: packed rows.
-        denominator: global sum of `denominator(batch, cfg, key)`.
-        key: of the optimizer step; it chooses the anchors.
-        context: sampling of the rollouts (losses use the temperature, acceptance the filters too), chunk of labels, k.
-    """
-    anchors, keep = select_anchors(key, batch, draft.cfg)
-    return loss_at(draft, target, batch, anchors, keep, denominator=denominator, context=context)
 
 
 def loss_at(
@@ -48,7 +23,11 @@ def loss_at(
     denominator: Array,
     context: TrainingContext,
 ) -> tuple[Float32[Array, ""], DraftReport]:
-    """`blocks_loss` of given anchors; those that are not kept count nothing."""
+    """Loss over the blocks of these anchors; those that are not kept count nothing.
+
+    `target` is cut here. Its `hidden` may be None where the loss needs no teacher; acceptance is then estimated from
+    the labels.
+    """
     cfg = draft.cfg
     target = jax.lax.stop_gradient(target)
     proposes_mode = cfg.proposals == "argmax"
@@ -59,3 +38,7 @@ def loss_at(
     masks = run.labels.masks
     accuracy = masked_mean(run.terms.label_is_mode, masks, count=masks.sum())
     return loss, report(per_label, accepted, masks, context.draft_length, accuracy=accuracy)
+
+
+blocks_loss = on_chosen_anchors(loss_at)
+"""The family's loss: `loss_at` of the anchors that the step's key chooses."""

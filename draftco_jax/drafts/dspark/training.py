@@ -4,40 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Key
+from jaxtyping import Array, Bool, Float32, Int
 
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
-from draftco_jax.drafts.blocks.anchors import select_anchors
-from draftco_jax.drafts.blocks.training import Forward, draft_acceptance, forward, label_terms
+from draftco_jax.drafts.blocks.training import Forward, draft_acceptance, forward, label_terms, on_chosen_anchors
 from draftco_jax.drafts.dspark.module import DSpark
 from draftco_jax.drafts.labels import draft_loss, report
 from draftco_jax.losses.draft import weighted_loss
 from draftco_jax.numerics.masked import masked_mean
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.types import PackedBatch
-
-
-def blocks_loss(
-    draft: DSpark,
-    target: Target,
-    batch: PackedBatch,
-    *,
-    denominator: Array,
-    key: Key[Array, ""],
-    context: TrainingContext,
-) -> tuple[Float32[Array, ""], DraftReport]:
-    """Loss over the blocks of this step's anchors, and what each draft would have been accepted with.
-
-    Args:
-        draft: the draft model.
-        target: the policy's forward on `batch`; cut here. `hidden` may be None where nothing with weight needs it.
-        batch: packed rows.
-        denominator: global sum of `denominator(batch, cfg, key)`.
-        key: of the optimizer step; it chooses the anchors.
-        context: sampling of the rollouts (losses use the temperature, acceptance the filters too), chunk of labels, k.
-    """
-    anchors, keep = select_anchors(key, batch, draft.cfg)
-    return loss_at(draft, target, batch, anchors, keep, denominator=denominator, context=context)
 
 
 def loss_at(
@@ -50,7 +26,10 @@ def loss_at(
     denominator: Array,
     context: TrainingContext,
 ) -> tuple[Float32[Array, ""], DraftReport]:
-    """`blocks_loss` of given anchors; those that are not kept count nothing."""
+    """Loss over the blocks of these anchors; those that are not kept count nothing.
+
+    `target` is cut here. Its `hidden` may be None where nothing with weight needs it.
+    """
     cfg = draft.cfg
     target = jax.lax.stop_gradient(target)
     if target.hidden is None and (cfg.loss.needs_teacher or cfg.trains_confidence):
@@ -74,6 +53,10 @@ def loss_at(
         }
     accepted = draft_acceptance(run, target, batch, context, proposes_mode=False)
     return loss, report(per_label, accepted, masks, context.draft_length, **extra)
+
+
+blocks_loss = on_chosen_anchors(loss_at)
+"""The family's loss: `loss_at` of the anchors that the step's key chooses."""
 
 
 def confidence_target(
