@@ -16,15 +16,17 @@ n // (N / K).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.block_attention import reference
+from pallas_kernels.block_attention import pallas_backward, pallas_forward, reference
 from pallas_kernels.block_attention.records import KeyGrads, KeyRange, Partial
+from pallas_kernels.block_attention.tuning import Tuning
 from pallas_kernels.manual_axes import cast, fresh, varying_axes
 
 MAX_HEAD_DIM = 256
@@ -33,10 +35,22 @@ MAX_HEAD_DIM = 256
 class _Implementation(NamedTuple):
     forward: Callable[..., Partial]
     backward: Callable[..., KeyGrads]
+    tuned: bool
+    """Cut by a `Tuning`, not by `tile`."""
+
+
+def _pallas(interpret: bool) -> _Implementation:
+    return _Implementation(
+        functools.partial(pallas_forward.forward, interpret=interpret),
+        functools.partial(pallas_backward.backward, interpret=interpret),
+        tuned=True,
+    )
 
 
 IMPLEMENTATIONS: dict[str, _Implementation] = {
-    "blockwise": _Implementation(reference.forward, reference.backward),
+    "blockwise": _Implementation(reference.forward, reference.backward, tuned=False),
+    "pallas": _pallas(interpret=False),
+    "pallas_interpret": _pallas(interpret=True),
 }
 
 
@@ -50,6 +64,7 @@ def block_attention(
     scale: float,
     implementation: str,
     tile: int = 256,
+    tuning: Tuning | None = None,
 ) -> Partial:
     """Attention of these queries over these keys.
 
@@ -60,13 +75,17 @@ def block_attention(
         seen: keys each query sees.
         key_index: place of each key in the whole sequence, increasing.
         scale: factor of the scores.
-        implementation: "blockwise" (plain JAX, skips what no query of a tile sees).
-        tile: queries and keys handled at a time.
+        implementation: "blockwise" (plain JAX, for any device), "pallas" (kernels for a GPU, compiled by Triton) or
+            "pallas_interpret" (the same kernels run step by step, for tests; not under check_vma=True). All skip tiles
+            of keys that no query of a tile sees.
+        tile: queries and keys that "blockwise" handles at a time; the kernels go by `tuning`.
+        tuning: block sizes of the kernels; None takes those of `tuning.SM90`.
     """
     _check(q, k, v, seen, tile)
     axes = varying_axes(q, k, v, *seen, key_index)
     q, k, v, first, last, key_index = (cast(x, axes) for x in (q, k, v, *seen, key_index))
-    return _pick(implementation).forward(q, k, v, KeyRange(first, last), key_index, scale=scale, tile=tile)
+    forward, _, cut = _pick(implementation, tile, tuning)
+    return forward(q, k, v, KeyRange(first, last), key_index, scale=scale, **cut)
 
 
 def block_attention_backward(
@@ -82,14 +101,15 @@ def block_attention_backward(
     scale: float,
     implementation: str,
     tile: int = 256,
+    tuning: Tuning | None = None,
 ) -> KeyGrads:
     """What this block adds to the gradients, given the merged lse and delta."""
     _check(q, k, v, seen, tile)
     axes = varying_axes(q, k, v, *seen, key_index, lse, delta, d_out)
     q, k, v, first, last, key_index = (cast(x, axes) for x in (q, k, v, *seen, key_index))
     lse, delta, d_out = (cast(x, axes) for x in (lse, delta, d_out))
-    backward = _pick(implementation).backward
-    return backward(q, k, v, KeyRange(first, last), key_index, lse, delta, d_out, scale=scale, tile=tile)
+    _, backward, cut = _pick(implementation, tile, tuning)
+    return backward(q, k, v, KeyRange(first, last), key_index, lse, delta, d_out, scale=scale, **cut)
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -112,10 +132,16 @@ def empty_partial(shape: tuple[int, ...], dtype: DTypeLike, axes: frozenset[str]
     return Partial(fresh(shape, 0.0, dtype, axes), fresh(shape[:-1], -jnp.inf, dtype, axes))
 
 
-def _pick(name: str) -> _Implementation:
+def _pick(
+    name: str, tile: int, tuning: Tuning | None
+) -> tuple[Callable[..., Partial], Callable[..., KeyGrads], dict[str, Any]]:
+    """Forward and backward of an implementation, and the option that says how it cuts its inputs."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} must be one of {sorted(IMPLEMENTATIONS)}; use 'blockwise' on a CPU")
-    return IMPLEMENTATIONS[name]
+    found = IMPLEMENTATIONS[name]
+    if tuning is not None and not found.tuned:
+        raise ValueError(f"tuning={tuning} must be None for implementation={name!r}; give tile instead")
+    return found.forward, found.backward, {"tuning": tuning} if found.tuned else {"tile": tile}
 
 
 def _check(q: Array, k: Array, v: Array, seen: KeyRange, tile: int) -> None:
