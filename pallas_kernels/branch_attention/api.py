@@ -13,23 +13,30 @@ dsink = - sum over queries of exp(sink - lse) * delta.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import importlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
 from pallas_kernels.block_attention.records import Partial
-from pallas_kernels.branch_attention import reference
 from pallas_kernels.branch_attention.records import Branch, BranchGrads, Rule
+from pallas_kernels.branch_attention.tuning import Tuning
 
 
 class _Implementation(NamedTuple):
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., BranchGrads]
+    module: str
+    """Module with `forward` and `backward`, imported when it is first asked for."""
+    options: Mapping[str, Any]
+    """Keywords of both that make this implementation of it."""
+    tunable: bool
 
 
 IMPLEMENTATIONS: dict[str, _Implementation] = {
-    "blockwise": _Implementation(reference.forward, reference.backward),
+    "blockwise": _Implementation("reference", {}, False),
+    "pallas": _Implementation("pallas_calls", {"interpret": False}, True),
+    "pallas_interpret": _Implementation("pallas_calls", {"interpret": True}, True),
+    "jax_triton": _Implementation("triton_calls", {}, True),
 }
 
 
@@ -42,6 +49,7 @@ def branch_attention(
     scale: float,
     rule: Rule,
     implementation: str,
+    tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "R G n N H"], Float[Array, "R G n N"]]:
     """The whole attention of these queries: `out` in the dtype of q, `lse` float32.
 
@@ -52,10 +60,14 @@ def branch_attention(
         sinks: score of each head's sink, or None.
         scale: factor of the scores.
         rule: which keys of its branch a query sees.
-        implementation: "blockwise" (plain JAX).
+        implementation: "blockwise" (plain JAX, anywhere), "pallas" or "jax_triton" (one fused kernel on a GPU: Pallas,
+            or Triton's own language), "pallas_interpret" (the kernels of "pallas" step by step on any machine, for
+            tests).
+        tuning: sizes of the kernels; None: the table of `tuning.pick`.
     """
     _check(q, trunk, branch, rule)
-    return _pick(implementation).forward(q, trunk, branch, sinks, scale=scale, rule=rule)
+    module, options = _pick(implementation, tuning)
+    return module.forward(q, trunk, branch, sinks, scale=scale, rule=rule, **options)
 
 
 def branch_attention_backward(
@@ -69,15 +81,22 @@ def branch_attention_backward(
     scale: float,
     rule: Rule,
     implementation: str,
+    tuning: Tuning | None = None,
 ) -> BranchGrads:
     """Gradients of the local part, given lse and delta of the whole."""
-    return _pick(implementation).backward(q, branch, sinks, lse, delta, d_out, scale=scale, rule=rule)
+    module, options = _pick(implementation, tuning)
+    return module.backward(q, branch, sinks, lse, delta, d_out, scale=scale, rule=rule, **options)
 
 
-def _pick(name: str) -> _Implementation:
+def _pick(name: str, tuning: Tuning | None) -> tuple[Any, dict[str, Any]]:
+    """The module of an implementation and its keywords."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} must be one of {sorted(IMPLEMENTATIONS)}; use 'blockwise' on a CPU")
-    return IMPLEMENTATIONS[name]
+    picked = IMPLEMENTATIONS[name]
+    if tuning is not None and not picked.tunable:
+        raise ValueError(f"tuning={tuning} must be None with implementation={name!r}; only kernels have sizes")
+    module = importlib.import_module(f"pallas_kernels.branch_attention.{picked.module}")
+    return module, {**picked.options, **({"tuning": tuning} if picked.tunable else {})}
 
 
 def _check(q: Array, trunk: Partial, branch: Branch | None, rule: str) -> None:
