@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,9 @@ from pallas_kernels.branch_attention import (
 )
 from pallas_kernels.branch_attention.tuning import Launch, Tuning
 
-# Those that run on a CPU; "pallas" is "pallas_interpret" compiled, "jax_triton" has tests of its own.
-NAMES = ["blockwise", "pallas_interpret"]
+# Those that run on a CPU: "pallas" is "pallas_interpret" compiled. The kernels in Triton's language are interpreted in
+# a process of their own, which test_branch_triton.py starts.
+NAMES = ["jax_triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["blockwise", "pallas_interpret"]
 ROUNDING, BF16 = 1e-6, 1e-2  # as for the block op
 ROWS, GROUPS, HEADS, WIDTH, TRUNK, SCALE = 2, 3, 4, 8, 5, 0.4
 # (queries, keys, rule): EAGLE-3 of 1, 4 and 7 later passes, a DFlash block, a causal block. With two query heads of a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,8 @@ from pallas_kernels.branch_attention.tuning import Dims, Launch, Tuning
 
 # float32 sums of fewer than 100 numbers in another order: a few units in the last place of the largest.
 ROUNDING = 1e-6
+# See test_branch_attention.py.
+KERNELS = "jax_triton" if os.environ.get("TRITON_INTERPRET") == "1" else "pallas_interpret"
 
 
 def inputs(queries, keys, *, branches=5, heads=6, kv_heads=2, width=12, seed=0):
@@ -53,7 +57,7 @@ def run(implementation, rule="all", sizes=None):
 )
 def test_tiles_that_do_not_fit_change_nothing(dense, queries, keys, sizes):
     given = inputs(queries, keys)
-    wanted, got = run("blockwise")(*given), run("pallas_interpret", sizes=sizes)(*given)
+    wanted, got = run("blockwise")(*given), run(KERNELS, sizes=sizes)(*given)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert dense.relative(ours, theirs) < ROUNDING
 
@@ -63,7 +67,7 @@ def test_keys_of_a_branch_that_is_not_live_are_never_read(queries, keys):
     """Not-a-number in them, keys and values, reaches nothing; their gradients are 0."""
     q, trunk, branch, sinks, d_out = inputs(queries, keys)
     spoilt = Branch(branch.keys.at[0, 1].set(jnp.nan), branch.values.at[0, 1].set(jnp.nan), branch.live)
-    both = run("pallas_interpret")
+    both = run(KERNELS)
     before, after = both(q, trunk, branch, sinks, d_out), both(q, trunk, spoilt, sinks, d_out)
     jax.tree.map(np.testing.assert_array_equal, before, after)
     grads = after[2]
@@ -82,7 +86,7 @@ def test_a_score_far_above_the_lse_that_is_not_seen_does_not_overflow(count):
     score = jnp.where(jnp.arange(count) == 0, -200.0, 1000.0)[None, None, :, None, None]
     steep = branch._replace(keys=jnp.broadcast_to(score / (0.3 * ones.shape[-1]), branch.keys.shape))
     trunk = Partial(jnp.zeros(ones.shape), jnp.full(ones.shape[:-1], -jnp.inf))
-    out, lse, grads = run("pallas_interpret", "causal")(ones, trunk, steep, None, d_out)
+    out, lse, grads = run(KERNELS, "causal")(ones, trunk, steep, None, d_out)
     np.testing.assert_allclose(lse[0, 0, 0], -200.0, rtol=1e-6)
     # Its one key has all of the weight, so that moving the score moves nothing.
     np.testing.assert_allclose(out[0, 0, 0], jnp.repeat(branch.values[0, 0, 0], 3, axis=0), rtol=1e-6)
