@@ -43,7 +43,15 @@ def forward(
     inputs = [flat(x) for x in (q, *trunk)] + flat_branch(branch) + flat_sinks(sinks)
     bound = functools.partial(kernel, dims=dims, launch=launch, scale=scale, rule=rule, sinks=sinks is not None)
     shapes = [jax.ShapeDtypeStruct(inputs[0].shape, q.dtype), _float32(inputs[2].shape)]
-    out, lse = _call(bound, "branch_forward", inputs, shapes, programs(dims, launch, "forward"), launch, interpret)
+    out, lse = _call(
+        bound,
+        name_of("forward", dims, q, rule, sinks),
+        inputs,
+        shapes,
+        programs(dims, launch, "forward"),
+        launch,
+        interpret,
+    )
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
@@ -73,7 +81,15 @@ def backward(
     shapes = [_float32(inputs[0].shape), _float32(inputs[4].shape), _float32(inputs[4].shape)]
     if sinks is not None:
         shapes.append(_float32(sink_shape(dims, launch)))
-    found = _call(bound, "branch_backward", inputs, shapes, programs(dims, launch, "backward"), launch, interpret)
+    found = _call(
+        bound,
+        name_of("backward", dims, q, rule, sinks),
+        inputs,
+        shapes,
+        programs(dims, launch, "backward"),
+        launch,
+        interpret,
+    )
     dq, dk, dv = (x.reshape(like.shape) for x, like in zip(found, (q, branch.keys, branch.values), strict=False))
     return BranchGrads(dq, dk, dv, None if sinks is None else jnp.sum(found[3], axis=(0, 1)))
 
@@ -107,6 +123,13 @@ def dims_of(q: Array, branch: Branch, *others: Array) -> Dims:
         kv_heads=branch.keys.shape[3],
         width=width,
     )
+
+
+def name_of(direction: str, dims: Dims, q: Array, rule: Rule, sinks: Array | None) -> str:
+    """Name of a kernel in profiles: kernels of different code have different names."""
+    extras = "_causal" * (rule == "causal") + "_sinks" * (sinks is not None)
+    sizes = f"{dims.branches}b_{dims.queries}q_{dims.keys}k_{dims.heads}n_{dims.kv_heads}kv_{dims.width}h"
+    return f"branch_{direction}_{sizes}_{q.dtype.name}{extras}"
 
 
 def flat(x: Array) -> Array:
