@@ -16,25 +16,34 @@ VERSIONED := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 VERSION := $(shell $(VERSIONED) -c 'import sys; v = sys.version_info[:2]; print("3.12" if v >= (3, 12) else "3.11" if v == (3, 11) else "old")')
 CONSTRAINTS := .ci/constraints-python$(VERSION).txt
 STAMP := $(VENV)/.installed
+# The compiler for GPUs, for machines without one; on the path only of those who ask for it (docs/deviceless.md).
+DEVICELESS := $(VENV)/deviceless
+DEVICELESS_STAMP := $(VENV)/.deviceless-installed
 PYTEST := $(BIN)/python -m pytest
 # Compiling is what tests wait for, on one core each. A file stays with one worker, whose compiled programs it shares.
 JOBS ?= 2
 PARALLEL := -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-fast test test-all test-fast lint warm-start clean
+.PHONY: help setup demo demo-fast test test-all test-fast test-aot lint warm-start clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,6p'
-	@echo 'other targets: setup demo-fast test-fast test-all lint warm-start clean'
+	@echo 'other targets: setup demo-fast test-fast test-aot test-all lint warm-start clean'
 
-setup: $(STAMP)
+setup: $(STAMP) $(DEVICELESS_STAMP)
 
 $(STAMP): pyproject.toml $(wildcard .ci/constraints-python*.txt)
 	@case '$(VERSION)' in 3.*) ;; \
 	  *) echo "PYTHON=$(PYTHON) must be Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2;; esac
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,notebooks]' -c $(CONSTRAINTS)
+	@touch $@
+
+$(DEVICELESS_STAMP): $(wildcard .ci/deviceless-python*.txt) | $(STAMP)
+	rm -rf $(DEVICELESS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(DEVICELESS) \
+	  -r .ci/deviceless-python$(VERSION).txt
 	@touch $@
 
 # --resume: a second `make demo` continues a run that was stopped and leaves a finished one as it is.
@@ -47,17 +56,23 @@ demo: $(STAMP)
 demo-fast: $(STAMP)
 	$(BIN)/draftco train --config configs/grpo_arithmetic2_eagle3_cpu.py --run-dir runs/demo-fast --resume $(ARGS)
 
-# tests/multidevice is a process of its own: the number of devices is fixed when JAX starts.
-test: $(STAMP)
+# tests/multidevice and tests/aot are processes of their own: JAX fixes the number of devices and its plugins when it
+# starts.
+test: $(STAMP) $(DEVICELESS_STAMP)
 	$(PYTEST) tests $(PARALLEL) $(ARGS)
 	$(PYTEST) tests/multidevice $(ARGS)
+	$(PYTEST) tests/aot $(ARGS)
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(DEVICELESS_STAMP)
 	$(PYTEST) tests -m '' $(PARALLEL) $(ARGS)
 	$(PYTEST) tests/multidevice -m '' $(ARGS)
+	$(PYTEST) tests/aot -m '' $(ARGS)
 
 test-fast: $(STAMP)
 	$(PYTEST) tests/architecture tests/unit $(PARALLEL) $(ARGS)
+
+test-aot: $(STAMP) $(DEVICELESS_STAMP)
+	$(PYTEST) tests/aot $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

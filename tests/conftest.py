@@ -13,7 +13,8 @@ import jaxtyping
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MULTIDEVICE = REPOSITORY / "tests" / "multidevice"
+# Each a process of its own: the device count and the plugins are fixed when JAX starts.
+OWN_PROCESS = (REPOSITORY / "tests" / "multidevice", REPOSITORY / "tests" / "aot")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -31,9 +32,9 @@ jaxtyping.install_import_hook(
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves tests/multidevice out unless it is named: the device count is fixed when JAX starts."""
+    """Leaves folders that need their own process out unless they are named."""
     named = [Path(arg.split("::")[0]).resolve() for arg in config.args]
-    if collection_path == MULTIDEVICE and not any(path.is_relative_to(MULTIDEVICE) for path in named):
+    if collection_path in OWN_PROCESS and not any(path.is_relative_to(collection_path) for path in named):
         return True
     return None
 

@@ -10,14 +10,9 @@ Nothing here runs a kernel: it says what the compiler made, not how fast it is.
 """
 
 from pallas_kernels.deviceless.compiling import compile_for, gpu_mesh, gpu_topology, peak_bytes
+from pallas_kernels.deviceless.machine_code import KernelResources, cubin_resources, ptxas_resources
 from pallas_kernels.deviceless.plugin import available, folder, prepare, ptxas
-from pallas_kernels.deviceless.resources import (
-    KernelResources,
-    cubin_resources,
-    kernel_resources,
-    ptx_options,
-    ptxas_resources,
-)
+from pallas_kernels.deviceless.resources import kernel_resources, ptx_options
 from pallas_kernels.deviceless.schedule import PermuteSpan, Work, permutes
 from pallas_kernels.deviceless.targets import GPU_KINDS, GpuTarget, gpu_target
 

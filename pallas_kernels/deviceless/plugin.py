@@ -6,6 +6,7 @@ them on the usual path JAX would try to start a GPU in every session and say tha
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -36,7 +37,15 @@ def prepare() -> Path:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if str(folder()) not in sys.path:
         sys.path.append(str(folder()))
+        _find_triton_runtime()
     return folder()
+
+
+def _find_triton_runtime() -> None:
+    """Let jaxlib look again for what jax-triton needs of the plugin: it looked when JAX was imported."""
+    module = sys.modules.get("jaxlib.gpu_triton")
+    if module is not None and not hasattr(module, "get_compute_capability"):
+        importlib.reload(module)
 
 
 def ptxas() -> Path:

@@ -58,8 +58,8 @@ def unsnap(data: bytes) -> bytes:
     return bytes(out)
 
 
-def record_bytes(data: bytes) -> Iterator[bytes]:
-    """The records of each chunk, joined, of the first file that starts in `data`; files in records are opened too."""
+def records(data: bytes) -> Iterator[bytes]:
+    """The records of the first file that starts in `data`; files inside records are opened too."""
     start = data.find(SIGNATURE)
     if start < 0:
         raise ValueError("program must be a serialized GPU executable of jax 0.10 or 0.11; it has no Riegeli file")
@@ -69,26 +69,32 @@ def record_bytes(data: bytes) -> Iterator[bytes]:
     while place + _CHUNK_HEADER <= len(stream):
         size = int.from_bytes(stream[place + 8 : place + 16], "little")
         kind = stream[place + 24 : place + 25]
-        body = stream[place + _CHUNK_HEADER : place + _CHUNK_HEADER + size]
+        count = int.from_bytes(stream[place + 25 : place + 32], "little")
         if kind not in (b"s", b"r"):  # past the end: what follows the file in `data`
             return
+        body = stream[place + _CHUNK_HEADER : place + _CHUNK_HEADER + size]
         place += _CHUNK_HEADER + size
-        if kind == b"s":
-            continue
-        records = _simple_chunk(body)
-        if SIGNATURE in records:
-            yield from record_bytes(records)
-        else:
-            yield records
+        for record in _simple_chunk(body, count) if kind == b"r" else ():
+            if SIGNATURE in record:
+                yield from records(record)
+            else:
+                yield record
 
 
-def _simple_chunk(body: bytes) -> bytes:
-    """Compression, sizes of the records, and the records joined."""
-    sizes, place = varint(body, 1)
-    values = body[place + sizes :]
-    if body[:1] == b"\0":
-        return values
-    if body[:1] != b"s":
-        raise ValueError(f"compression={body[:1]!r} must be Snappy or none; this XLA writes programs in another way")
-    _, place = varint(values, 0)
-    return unsnap(values[place:])
+def _simple_chunk(body: bytes, count: int) -> Iterator[bytes]:
+    """Compression, how many bytes the sizes take, the sizes of the records, the records."""
+    compression, (length, place) = body[:1], varint(body, 1)
+    sizes, values = (_expand(compression, part) for part in (body[place : place + length], body[place + length :]))
+    place = start = 0
+    for _ in range(count):
+        size, place = varint(sizes, place)
+        yield values[start : start + size]
+        start += size
+
+
+def _expand(compression: bytes, data: bytes) -> bytes:
+    if compression == b"\0":
+        return data
+    if compression != b"s":
+        raise ValueError(f"compression={compression!r} must be Snappy or none; this XLA writes programs in another way")
+    return unsnap(data[varint(data, 0)[1] :])

@@ -1,0 +1,81 @@
+"""Branch attention as compiled for 8 H100: what travels is hidden behind work, is as much as it should be, and fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftco_jax.context_parallel.memory import backward_ring_bytes, forward_ring_bytes
+from draftco_jax.context_parallel.traffic import collectives, permuted_bytes
+from pallas_kernels import block_attention, branch_attention
+from pallas_kernels.deviceless import kernel_resources, peak_bytes, permutes
+
+K = 1024
+PAPER_PEAK_BYTES = 7.5e9
+"""Peak of one rank at 256K tokens and 8 ranks, arXiv 2609.07108."""
+# Interpreted kernels are made for a CPU; jax-triton has no block attention.
+IMPLEMENTATIONS = [
+    name
+    for name in sorted(block_attention.IMPLEMENTATIONS)
+    if name in branch_attention.IMPLEMENTATIONS and not name.endswith("interpret")
+]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture(params=[64 * K, 256 * K], ids=["64K", "256K"])
+def tokens(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["forward", "backward"])
+def backward(request):
+    return request.param
+
+
+@pytest.fixture
+def program(programs, implementation, tokens, backward):
+    return programs.branch_program(tokens, implementation, backward)
+
+
+def test_every_permute_of_the_ring_is_under_way_during_a_loop_or_kernel(program, backward):
+    """The last hop of the gradients is left out: they are those of the last block, and nothing has to follow it.
+
+    It is asynchronous all the same, and what the compiler found to put there is printed.
+    """
+    spans = permutes(program.hlo)
+    assert spans and all(span.asynchronous for span in spans), spans
+    if backward:
+        *spans, last = spans
+        assert (last.dtype, last.bytes, last.times) == ("f32", program.trunk.numbers * 4, 1)
+        print("the last gradient hop is under way during", [work.label for work in last.overlaps] or "nothing")
+    exposed = [span for span in spans if not span.hidden]
+    assert not exposed, exposed
+
+
+def test_bytes_are_those_of_the_formula_and_nothing_else_is_sent(program, backward):
+    found = collectives(program.hlo)
+    assert {c.kind for c in found} == {"collective-permute"}
+    if not backward:
+        assert permuted_bytes(found) == forward_ring_bytes(program.trunk)
+        return
+    assert permuted_bytes(found) == forward_ring_bytes(program.trunk) + backward_ring_bytes(program.trunk)
+
+
+def test_memory_of_one_rank_is_below_that_of_the_paper(program, implementation, tokens, backward, record_property):
+    peak = peak_bytes(program.compiled)
+    record_property("peak_bytes", peak)
+    print(
+        f"{implementation}, {tokens // K}K tokens, {'forward and backward' if backward else 'forward'}: "
+        f"{peak / 1e9:.2f} GB a rank (one layer's attention; paper at 256K: {PAPER_PEAK_BYTES / 1e9:.1f} GB)"
+    )
+    assert peak <= PAPER_PEAK_BYTES
+
+
+def test_no_kernel_spills_a_register(program, implementation):
+    found = kernel_resources(program.compiled)
+    assert found
+    spilled = {name: kernel for name, kernel in found.items() if kernel.spill_bytes != 0}
+    assert not spilled
