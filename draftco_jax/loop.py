@@ -165,7 +165,7 @@ def pack_rollouts(run: Run, scored: ScoredRollouts) -> PackedBatch:
     rows, row_tokens = scored.rollouts.tokens.shape
     batch = pack(scored, np.asarray(advantages), row_tokens, rows)
     if run.spec.draft_cfg is not None:
-        family_of(run.spec.draft_cfg).check_batch(batch, run.spec.draft_cfg)
+        family_of(run.spec.draft_cfg).check_batch(batch, run.spec.draft_cfg, run.spec.packed)
     return batch
 
 

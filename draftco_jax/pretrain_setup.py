@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from draftco_jax.checkpoint import fingerprint
+from draftco_jax.context_parallel import WHOLE_ROWS
 from draftco_jax.data.packing import pack
 from draftco_jax.decoding.engine import Engine
 from draftco_jax.drafts.catalog import family_of
@@ -158,7 +159,7 @@ def prepare(setting: Setting, data: PackedBatch) -> Pretraining:
     cfg, rows = setting.cfg, data.tokens.shape[0]
     if rows < cfg.batch_rows:
         raise UserError(f"batch_rows={cfg.batch_rows} must be <= {rows}, the packed rows of all rollouts; lower it")
-    family_of(cfg.draft).check_batch(data, cfg.draft)
+    family_of(cfg.draft).check_batch(data, cfg.draft, WHOLE_ROWS)
     graph, start = setting.loaded or _fresh_draft(setting, data)
     publisher = Publisher(setting.policy_graph, graph)
     graphs = publisher.rollout_graphs(setting.policy, start)

@@ -2,7 +2,8 @@
 
 Rows are padded once (`pad_row`), put in the order of the ranks (`to_ranks`) and sharded over the context axis. Inside
 shard_map each rank asks for the places of its tokens (`local_index`), says what its queries see (`causal_range`,
-`anchor_range`), and calls `ring_attention` or `branch_attention`.
+`anchor_range`), and calls `ring_attention` or `branch_attention`. `PackedRows` puts all of this behind one value, which
+models, drafts and losses are given: they are written once, for one device and for many.
 """
 
 from draftco_jax.context_parallel.branch import (
@@ -27,6 +28,7 @@ from draftco_jax.context_parallel.layouts import (
     to_ranks,
 )
 from draftco_jax.context_parallel.memory import TrunkShape, pick_trunk_mode
+from draftco_jax.context_parallel.packed_rows import WHOLE_ROWS, PackedRows
 from draftco_jax.context_parallel.ring import RingSpec
 from draftco_jax.context_parallel.zigzag import (
     LocalAnchors,
@@ -44,11 +46,13 @@ from pallas_kernels.block_attention import KeyRange
 from pallas_kernels.branch_attention import Branch, Rule
 
 __all__ = [
+    "WHOLE_ROWS",
     "Branch",
     "Contiguous",
     "KeyRange",
     "Layout",
     "LocalAnchors",
+    "PackedRows",
     "RingSpec",
     "Rule",
     "Split",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_c
 import jax
 from jaxtyping import Array, Float, Float32, Int
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.types import PackedBatch
 
@@ -132,6 +133,8 @@ class TrainingContext(NamedTuple):
     """k of the rollouts: tau_prob counts no step beyond it."""
     tile: int = 8192
     """Columns of a head whose logits exist at one time."""
+    packed: PackedRows = WHOLE_ROWS
+    """How the batch is spread over devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +181,12 @@ class DraftConfig:
 
 
 DenominatorFn = Callable[..., Float32[Array, ""]]
-"""``denominator(batch, cfg, key)``: what the loss of these rows is divided by; summed over shards by the caller."""
+"""``denominator(batch, cfg, key, packed)``: what the loss of these rows is divided by; summed over devices and
+micro-batches by the caller."""
 
 LossFn = Callable[..., tuple[Float32[Array, ""], DraftReport]]
-"""``loss(draft, target, batch, *, denominator, key, context)``."""
+"""``loss(draft, target, batch, *, denominator, key, context)``: loss of this device's part of the batch over the global
+denominator, to be summed over devices; the report is that of all devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +205,8 @@ class DraftFamily:
     """(folder, config whose training fields apply or None) -> config, structure, weights."""
     check_layout: Callable[[Any], None] = field(default=lambda cfg: None)
     """Raise UserError where no published layout holds such a draft, so that `save` would."""
-    check_batch: Callable[[PackedBatch, Any], None] = field(default=lambda batch, cfg: None)
-    """Raise UserError, on the host, where a batch does not fit what the update is compiled for."""
+    check_batch: Callable[[PackedBatch, Any, PackedRows], None] = field(default=lambda batch, cfg, packed: None)
+    """Raise UserError, on the host, where a batch does not fit what the update is compiled for. Rows are whole."""
 
     @property
     def trained(self) -> bool:

@@ -3,7 +3,8 @@
 A family says where its labels are (`masks`) and how its steps weigh (`step_weights`). This file applies the weights of
 samples, the normaliser and D-PACE as the loss config says, so that they mean the same for all families.
 
-Letters: n steps (passes, slots), R packed rows, A anchors of a row (every index, where each is one).
+Letters: n steps (passes, slots), R packed rows and T tokens of this device, A anchors of a row (every index, where each
+is one), E = tokens of a row with its halos.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from draftco_jax.drafts.base import DraftReport
+from draftco_jax.context_parallel import PackedRows
+from draftco_jax.drafts.base import DraftReport, TrainingContext
 from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.draft import (
     DraftLossConfig,
@@ -30,7 +32,6 @@ from draftco_jax.losses.draft import (
 )
 from draftco_jax.losses.law_pair import LawPairTerms
 from draftco_jax.numerics.masked import masked_mean
-from draftco_jax.numerics.shift import look_ahead, same_document
 from draftco_jax.types import PackedBatch
 
 
@@ -42,6 +43,43 @@ class Labels(NamedTuple):
     denominator: jax.Array  # f32[]
 
 
+class Ahead:
+    """A batch seen from each of its indices: what stands up to `reach` tokens further in the row.
+
+    Halos are exchanged once, for all steps and all arrays that are looked at.
+    """
+
+    def __init__(self, batch: PackedBatch, reach: int, packed: PackedRows) -> None:
+        self.batch, self.reach, self.packed = batch, reach, packed
+        self.local_tokens = batch.tokens.shape[1]
+        self.extended: PackedBatch = packed.extend(batch, reach)
+
+    def at(self, name: str, steps: int) -> Shaped[Array, "R T"]:
+        """The array of that name, `steps` tokens ahead of each index whatever the document; 0 past the row's end."""
+        return self.packed.shifted(getattr(self.extended, name), steps, self.local_tokens)
+
+    def same_document(self, steps: int) -> Bool[Array, "R T"]:
+        """Whether t + steps lies in the document of t; False on padding."""
+        own = self.batch.segment_ids
+        return (own > 0) & (self.at("segment_ids", steps) == own)
+
+    def tokens(self, steps: int) -> Int[Array, "R T"]:
+        """x_{t+steps} inside the document, token 0 past its end (no live label reads that)."""
+        return jnp.where(self.same_document(steps), self.at("tokens", steps), 0)
+
+    def places(self, local: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """Where these indices are in a row of `flat` arrays; the token j after one stands j places after it."""
+        return self.packed.places(local, self.reach, self.local_tokens)
+
+    def flat(self, name: str) -> Shaped[Array, "R E"]:
+        """The extended array of that name with its pieces one after another."""
+        return self.flatten(getattr(self.extended, name))
+
+    def flatten(self, extended: Shaped[Array, "R p e *rest"]) -> Shaped[Array, "R E *rest"]:
+        """Pieces one after another."""
+        return extended.reshape(extended.shape[0], -1, *extended.shape[3:])
+
+
 def weigh_labels(
     masks: Float32[Array, "n R A"],
     step_weights: tuple[float, ...],
@@ -51,6 +89,7 @@ def weigh_labels(
     *,
     rewards: Float32[Array, "n R A"],
     advantages: Float32[Array, "n R A"],
+    packed: PackedRows,
 ) -> Labels:
     """Weights of the labels: mask * weight of the step * weight of the sample, through the normaliser.
 
@@ -62,6 +101,7 @@ def weigh_labels(
         cfg: the loss.
         rewards: of each label's answer; read where the mask is 1 only.
         advantages: likewise.
+        packed: how the rows are spread over devices; the denominator is what this device adds to the global one.
     """
     ones = jnp.ones(len(step_weights), jnp.float32)
     fixed = ones if cfg.label_weights == "d_pace" else jnp.array(step_weights, jnp.float32)
@@ -75,7 +115,8 @@ def weigh_labels(
         documents,
         normaliser=cfg.normaliser,
         positions=jnp.sum(batch.segment_ids > 0).astype(jnp.float32),
-        max_documents=batch.segment_ids.shape[1],
+        max_documents=batch.segment_ids.shape[1] * packed.ranks,
+        packed=packed,
     )
     return Labels(masks, scaled, denominator)
 
@@ -83,7 +124,7 @@ def weigh_labels(
 def map_steps(
     fn: Callable[..., LawPairTerms],
     features: Float[Array, "n R T F"],
-    batch: PackedBatch,
+    ahead: Ahead,
     hidden: Float[Array, "R T D"] | None,
     chunk_tokens: int,
 ) -> LawPairTerms:
@@ -95,29 +136,26 @@ def map_steps(
     Args:
         fn: ``fn(features [c, F], labels i32[c], teacher [c, D] or None)`` for c tokens.
         features: what the head reads of each step.
-        batch: the rows.
+        ahead: the batch, with a reach of n + 1.
         hidden: the policy's final states; None where no loss needs its law.
         chunk_tokens: upper bound of c.
     """
-    steps, (rows, tokens) = features.shape[0], batch.tokens.shape
-    labels = jnp.stack([tokens_ahead(batch, k + 2) for k in range(steps)])
-    # Indices and not states: shifted copies of the states would take n times their memory.
-    index = jnp.arange(rows * tokens, dtype=jnp.int32).reshape(rows, tokens)
-    teachers = jnp.stack([look_ahead(index, k + 1) for k in range(steps)])
-    flat = None if hidden is None else hidden.reshape(rows * tokens, -1)
+    steps, (rows, tokens) = features.shape[0], ahead.batch.tokens.shape
+    labels = jnp.stack([ahead.tokens(k + 2) for k in range(steps)])
+    flat = None if hidden is None else ahead.flatten(ahead.packed.extend(hidden, ahead.reach))
+    # Places and not states: shifted copies of the states would take n times their memory.
+    teachers = ahead.places(jnp.arange(tokens, dtype=jnp.int32))[None, None, :]
+    teachers = teachers + jnp.arange(1, steps + 1, dtype=jnp.int32)[:, None, None]
+    row_size = 0 if flat is None else flat.shape[1]
+    teachers = teachers + row_size * jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+    states = None if flat is None else flat.reshape(-1, flat.shape[-1])
 
     def terms(features: Array, labels: Array, teachers: Array) -> LawPairTerms:
-        return fn(features, labels, None if flat is None else flat[teachers])
+        return fn(features, labels, None if states is None else states[teachers])
 
     merged = [a.reshape(steps * rows, *a.shape[2:]) for a in (features, labels, teachers)]
     out = map_tokens(terms, tuple(merged), chunk_tokens=chunk_tokens)
     return jax.tree.map(lambda a: a.reshape(steps, rows, tokens), out)
-
-
-def tokens_ahead(batch: PackedBatch, steps: int) -> Int[Array, "R T"]:
-    """x_{t+steps} inside the document, token 0 past its end (no live label reads that)."""
-    inside = same_document(batch.segment_ids, steps)
-    return jnp.where(inside, look_ahead(batch.tokens, steps), 0)
 
 
 def draft_loss(
@@ -135,12 +173,20 @@ def report(
     losses: Float32[Array, "n R A"],
     acceptances: Float32[Array, "n R A"],
     masks: Float32[Array, "n R A"],
-    draft_length: int,
-    **extra: Array,
+    context: TrainingContext,
+    **extra: Float32[Array, "n R A"],
 ) -> DraftReport:
-    """Means of each step over its live labels, labels outside the draft vocabulary counted (they can be rejected)."""
-    counts = jnp.sum(masks, axis=(1, 2))
+    """Means over the live labels of all devices: of each step, and of `extra` over all steps.
+
+    Labels outside the draft vocabulary are counted (they can be rejected).
+    """
+    everywhere = context.packed.total
+    counts = everywhere(jnp.sum(masks, axis=(1, 2)))
     mean = jax.vmap(lambda v, m, c: masked_mean(v, m, count=c))
-    total, anchors = expected_accepted_length(acceptances[:draft_length], masks[:draft_length])
-    means = mean(losses, masks, counts), mean(acceptances, masks, counts)
-    return jax.lax.stop_gradient(DraftReport(*means, total / jnp.maximum(anchors, 1.0), extra))
+    length = context.draft_length
+    reached = expected_accepted_length(acceptances[:length], masks[:length])
+    means = {name: masked_mean(values, masks, count=jnp.sum(counts)) for name, values in extra.items()}
+    sums = mean(losses, masks, counts), mean(acceptances, masks, counts), *reached, means
+    of_losses, of_acceptances, total, anchors, means = everywhere(sums)
+    tau = total / jnp.maximum(anchors, 1.0)
+    return jax.lax.stop_gradient(DraftReport(of_losses, of_acceptances, tau, means))

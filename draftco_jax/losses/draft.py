@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.losses.law_pair import LawPairTerms
 from draftco_jax.numerics.masked import masked_sum, safe_count
 
@@ -151,6 +152,7 @@ def scale_labels(
     normaliser: Normaliser,
     positions: Float32[Array, ""],
     max_documents: int,
+    packed: PackedRows = WHOLE_ROWS,
 ) -> tuple[Float32[Array, "n R A"], Float32[Array, ""]]:
     """Return the weights as `weighted_loss` wants them, and the denominator of these rows.
 
@@ -165,6 +167,7 @@ def scale_labels(
         normaliser: which of the above.
         positions: number of real tokens (segment id > 0) of these rows.
         max_documents: the largest segment id that can occur; the row length will do.
+        packed: how rows are spread over devices: labels of one document may lie on several.
     """
     weights = jnp.where((documents > 0)[None], weights, 0.0)
     if normaliser == "valid_labels":
@@ -173,8 +176,8 @@ def scale_labels(
         return weights, positions
     count = max_documents + 1  # a segment sum per row; id 0 collects zeros
     segment_sum = jax.vmap(lambda w, d: jax.ops.segment_sum(w, d, num_segments=count))
-    of_document = segment_sum(jnp.sum(weights, axis=0), documents)
-    denominator = jnp.sum((of_document > 0).astype(jnp.float32))
+    of_document = packed.row_total(segment_sum(jnp.sum(weights, axis=0), documents))
+    denominator = packed.once_a_row(jnp.sum((of_document > 0).astype(jnp.float32)))
     if normaliser == "sequences":
         return weights, denominator
     total = jnp.take_along_axis(of_document, documents, axis=1)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from draftco_jax.models.attention import attend, packed_causal_mask
+from draftco_jax.context_parallel import WHOLE_ROWS, KeyRange, PackedRows
+from draftco_jax.models.attention import attend
 from draftco_jax.models.kv_cache import Cache, LayerCache, empty_cache, visible_slots, write
 from draftco_jax.models.layers import (
     GatedMLP,
@@ -109,10 +110,12 @@ class Block(nnx.Module):
         down_init = nnx.initializers.normal(0.02 / (2 * cfg.num_hidden_layers) ** 0.5)
         self.mlp = GatedMLP(cfg.hidden_size, cfg.intermediate_size, rngs=rngs, down_init=down_init)
 
-    def __call__(self, x: Array, angles: tuple[Array, Array], mask: Array) -> Float[Array, "B T D"]:
-        """Whole rows: keys are those of the row itself."""
+    def __call__(
+        self, x: Array, angles: tuple[Array, Array], seen: KeyRange, packed: PackedRows
+    ) -> Float[Array, "B T D"]:
+        """Packed rows: keys are those of the row itself, wherever they are."""
         q, k, v = self.self_attn.project(self.input_layernorm(x), angles)
-        x = x + self.self_attn.output(attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask))
+        x = x + self.self_attn.output(packed.attention(q, k, v, seen))
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def step(
@@ -161,13 +164,17 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"],
         *,
         tap_layers: Sequence[int] = (),
+        packed: PackedRows = WHOLE_ROWS,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A"]]:
-        """Final-normed hidden states and taps of whole packed rows."""
+        """Final-normed hidden states and taps of packed rows; `packed` says how they are spread over devices.
+
+        Positions count 0, 1, 2, ... in each document: where it starts is read off them.
+        """
         angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_theta)
-        mask = packed_causal_mask(segment_ids)
+        seen = packed.causal(segment_ids, positions)
         x, outputs = self.embed(tokens), []
         for block in self.layers:
-            x = block(x, angles, mask)
+            x = block(x, angles, seen, packed)
             outputs.append(x)
         return self.norm(x), concatenate_taps(outputs, tap_layers)
 

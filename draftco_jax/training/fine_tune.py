@@ -12,6 +12,7 @@ from jaxtyping import Array, Float32
 from draftco_jax.models.functional import ModelGraph, Params
 from draftco_jax.numerics.masked import masked_mean
 from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.numerics.shift import look_ahead
 from draftco_jax.training.objective import label_logprobs
 from draftco_jax.training.optimizer import OptimizerConfig, apply_gradients, make_optimizer
 from draftco_jax.types import PackedBatch
@@ -21,8 +22,9 @@ def cross_entropy(params: Params, batch: PackedBatch, graph: ModelGraph, chunk_t
     """- sum(label_mask * log pi(x)) / sum(label_mask), nats per label token."""
     policy = graph.merge(params)
     hidden, _ = policy(batch.tokens, batch.positions, batch.segment_ids)
-    logprobs, _ = label_logprobs(policy, hidden, batch.tokens, SamplingConfig(), chunk_tokens)
-    return -masked_mean(logprobs, batch.label_mask, count=jnp.sum(batch.label_mask))
+    labels, mask = look_ahead(batch.tokens, 1), look_ahead(batch.label_mask, 1)
+    logprobs, _ = label_logprobs(policy, hidden, labels, SamplingConfig(), chunk_tokens)
+    return -masked_mean(logprobs, mask, count=jnp.sum(mask))
 
 
 def fine_tune(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Key
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.drafts.base import DraftConfig, DraftReport, Target, TrainingContext
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.losses.chunked import map_tokens
@@ -62,6 +63,8 @@ class ObjectiveSpec:
     """k of the rollouts."""
     seed: int = 0
     """Root of what a draft's loss draws at random (its anchors)."""
+    packed: PackedRows = WHOLE_ROWS
+    """How the batch is spread over devices."""
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -71,7 +74,7 @@ class ObjectiveSpec:
     @property
     def context(self) -> TrainingContext:
         """What the draft's loss is told."""
-        return TrainingContext(self.sampling, self.chunk_tokens, self.draft_length)
+        return TrainingContext(self.sampling, self.chunk_tokens, self.draft_length, packed=self.packed)
 
     def draft_key(self, step: Int[Array, ""]) -> Key[Array, ""]:
         """Key of the draft's loss: a function of the seed and of the optimizer steps taken."""
@@ -85,12 +88,14 @@ class Counts(NamedTuple):
     draft_labels: jax.Array
 
 
-def global_counts(batch: PackedBatch, draft_cfg: DraftConfig | None, key: Key[Array, ""]) -> Counts:
-    """Denominators of one batch; with several shards or micro-batches, their sum is passed to each."""
+def global_counts(
+    batch: PackedBatch, draft_cfg: DraftConfig | None, key: Key[Array, ""], packed: PackedRows = WHOLE_ROWS
+) -> Counts:
+    """Denominators of one batch, over all devices; with micro-batches, their sum is passed to each."""
     labels = jnp.float32(0.0)
     if draft_cfg is not None and (denominator := family_of(draft_cfg).denominator) is not None:
-        labels = denominator(batch, draft_cfg, key)
-    return Counts(jnp.sum(batch.label_mask), labels)
+        labels = denominator(batch, draft_cfg, key, packed)
+    return packed.total(Counts(jnp.sum(batch.label_mask), labels))
 
 
 def objective(
@@ -103,7 +108,7 @@ def objective(
     spec: ObjectiveSpec,
     key: Key[Array, ""],
 ) -> tuple[Float32[Array, ""], dict[str, Array]]:
-    """The joint loss and its metrics.
+    """The joint loss and its metrics, of all devices; runs on one device's part of the batch (`PackedRows`).
 
     Args:
         params: ``{"policy": ..., "draft": ...}``; without "draft" the draft is not in the program at all.
@@ -115,8 +120,10 @@ def objective(
         spec: compiled-in choices.
         key: `spec.draft_key(step)`, the same that the counts were made with.
     """
+    packed = spec.packed
+    params, reference, frozen_draft = packed.varying((params, reference, frozen_draft))
     policy: Decoder = spec.policy_graph.merge(params["policy"])
-    hidden, taps = policy(batch.tokens, batch.positions, batch.segment_ids, tap_layers=spec.tap_layers)
+    hidden, taps = policy(batch.tokens, batch.positions, batch.segment_ids, tap_layers=spec.tap_layers, packed=packed)
     loss, metrics = _policy_objective(policy, hidden, batch, counts, reference, spec)
     target = Target(taps, hidden, policy.head_kernel(), policy.embed_tokens[...])
 
@@ -129,6 +136,7 @@ def objective(
 
     if "draft" in params:
         draft_loss, report = draft_terms(params["draft"])
+        draft_loss = packed.total(draft_loss)
         loss = loss + draft_loss_weight * draft_loss
         metrics |= {"draft/loss": draft_loss} | _draft_metrics("draft", report, with_losses=True)
     if frozen_draft is not None:
@@ -137,55 +145,57 @@ def objective(
     return loss, metrics
 
 
-def predicted(values: Array) -> Array:
-    """Align what stands at the predicting index with the token it predicts: y[:, t] = x[:, t - 1], 0 at t = 0."""
-    return jnp.concatenate([jnp.zeros_like(values[:, :1]), values[:, :-1]], axis=1)
-
-
 def label_logprobs(
-    policy: Decoder, hidden: Float[Array, "R T D"], tokens: Int[Array, "R T"], sampling: SamplingConfig, chunk: int
+    policy: Decoder, hidden: Float[Array, "R T D"], labels: Int[Array, "R T"], sampling: SamplingConfig, chunk: int
 ) -> tuple[Float32[Array, "R T"], Float32[Array, "R T"]]:
-    """Log-prob of each token given its past, and entropy of the law it was drawn from; 0 at the first index."""
+    """Log-prob of each label by the state at its index, and entropy of the law it was drawn from.
+
+    The label of an index is the token after it, so what is known of labels (masks, advantages) must be brought one
+    index back too: `PackedRows.ahead(x, 1)`.
+    """
 
     def terms(states: Array, labels: Array) -> tuple[Array, Array]:
         logits = policy.logits(states)
         return token_logprobs(logits, labels, sampling), jax.lax.stop_gradient(entropy(logits, sampling))
 
-    labels = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
-    logprobs, entropies = map_tokens(terms, (hidden, labels), chunk_tokens=chunk)
-    return predicted(logprobs), predicted(entropies)
+    return map_tokens(terms, (hidden, labels), chunk_tokens=chunk)
 
 
 def _policy_objective(
     policy: Decoder, hidden: Array, batch: PackedBatch, counts: Counts, reference: Params | None, spec: ObjectiveSpec
 ) -> tuple[Array, dict[str, Array]]:
     """Clipped surrogate, optional k3 penalty, agreement of generator and trainer."""
-    algorithm, mask, count = spec.algorithm, batch.label_mask, counts.policy_tokens
-    logprobs, entropies = label_logprobs(policy, hidden, batch.tokens, spec.sampling, spec.chunk_tokens)
+    algorithm, packed, count = spec.algorithm, spec.packed, counts.policy_tokens
+    of_labels = (batch.tokens, batch.label_mask, batch.label_logprobs, batch.label_advantages)
+    labels, mask, generator_logprobs, advantages = (packed.ahead(x, 1) for x in of_labels)
+    logprobs, entropies = label_logprobs(policy, hidden, labels, spec.sampling, spec.chunk_tokens)
     loss, aux = clipped_surrogate(
         logprobs,
-        batch.label_logprobs,
-        batch.label_advantages,
+        generator_logprobs,
+        advantages,
         mask,
         token_count=count,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
     )
-    gap = jax.lax.stop_gradient(logprobs) - batch.label_logprobs
+    trained = jax.lax.stop_gradient(logprobs)
     metrics = {
-        "policy/loss": loss,
         "policy/entropy": masked_mean(entropies, mask, count=count),
         "policy/clip_low_fraction": aux.clip_low_fraction,
         "policy/clip_high_fraction": aux.clip_high_fraction,
-        "policy/ratio_max": aux.ratio_max,
-        "agreement/kl_k3": masked_mean(kl_k3(batch.label_logprobs, jax.lax.stop_gradient(logprobs)), mask, count=count),
-        "agreement/logprob_diff_max": masked_max(jnp.abs(gap), mask, empty=0.0),
+        "agreement/kl_k3": masked_mean(kl_k3(generator_logprobs, trained), mask, count=count),
     }
+    maxima = {
+        "policy/ratio_max": aux.ratio_max,
+        "agreement/logprob_diff_max": masked_max(jnp.abs(trained - generator_logprobs), mask, empty=0.0),
+    }
+    loss, metrics = packed.total((loss, metrics))
+    metrics |= {"policy/loss": loss} | packed.largest(maxima)
     if reference is not None:
         initial: Decoder = spec.policy_graph.merge(jax.lax.stop_gradient(reference))
-        states, _ = initial(batch.tokens, batch.positions, batch.segment_ids)
-        anchor, _ = label_logprobs(initial, states, batch.tokens, spec.sampling, spec.chunk_tokens)
-        penalty = masked_mean(kl_k3(logprobs, anchor), mask, count=count)
+        states, _ = initial(batch.tokens, batch.positions, batch.segment_ids, packed=packed)
+        anchor, _ = label_logprobs(initial, states, labels, spec.sampling, spec.chunk_tokens)
+        penalty = packed.total(masked_mean(kl_k3(logprobs, anchor), mask, count=count))
         loss = loss + algorithm.kl_coefficient * penalty
         metrics["policy/kl_reference"] = penalty
     return loss, metrics

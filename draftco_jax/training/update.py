@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from draftco_jax.context_parallel import PackedRows, check_documents
 from draftco_jax.training.objective import ObjectiveSpec, global_counts, objective
 from draftco_jax.training.optimizer import apply_gradients
 from draftco_jax.types import PackedBatch
@@ -46,9 +49,28 @@ def init_state(policy: Params, draft: Params | None, optimizers: Optimizers) -> 
 UpdateFn = Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
-def make_update(spec: ObjectiveSpec, optimizers: Optimizers) -> UpdateFn:
-    """Compile ``update(state, batch, draft_loss_weight, reference, frozen_draft) -> (state, metrics)``."""
-    return jax.jit(partial(update, spec=spec, optimizers=optimizers))
+def make_update(spec: ObjectiveSpec, optimizers: Optimizers, mesh: Mesh | None = None) -> UpdateFn:
+    """Compile ``update(state, batch, draft_loss_weight, reference, frozen_draft) -> (state, metrics)``.
+
+    With a mesh the batch is spread over it as `spec.packed` says, tokens in the order of its layout (`place_batch`);
+    parameters and optimizer state are whole on every device.
+    """
+    if mesh is None and spec.packed.axes:
+        raise ValueError(f"mesh=None must be the mesh with axes {spec.packed.axes} of spec.packed; pass it")
+    return jax.jit(partial(update, spec=spec, optimizers=optimizers, mesh=mesh))
+
+
+def place_batch(batch: PackedBatch, packed: PackedRows, mesh: Mesh) -> PackedBatch:
+    """Whole rows from the host, put in the order of the ranks and spread over the mesh."""
+    check_documents(np.asarray(batch.segment_ids), np.asarray(batch.positions))
+    layout = packed.layout(batch.tokens.shape[1] // packed.ranks)
+    sharding = NamedSharding(mesh, batch_spec(packed))
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, layout.order()], sharding), batch)
+
+
+def batch_spec(packed: PackedRows) -> PartitionSpec:
+    """Rows over the row axes, tokens over the context axis."""
+    return PartitionSpec(packed.row_axes or None, packed.context_axis)
 
 
 def update(
@@ -60,13 +82,13 @@ def update(
     *,
     spec: ObjectiveSpec,
     optimizers: Optimizers,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step of every trained group; metrics are float32 scalars."""
     params = {"policy": state.policy} | ({} if state.draft is None else {"draft": state.draft})
     key = spec.draft_key(state.step)
-    counts = global_counts(batch, spec.draft_cfg, key)
-    gradients, metrics = jax.grad(objective, has_aux=True)(
-        params, batch, counts, draft_loss_weight, reference, frozen_draft, spec, key
+    gradients, metrics = jax.grad(joint_loss(spec, mesh), has_aux=True)(
+        params, batch, draft_loss_weight, reference, frozen_draft, key
     )
     policy, policy_optimizer = apply_gradients(
         optimizers.policy, gradients["policy"], state.policy_optimizer, state.policy
@@ -77,3 +99,28 @@ def update(
         draft, draft_optimizer = apply_gradients(optimizers.draft, gradients["draft"], draft_optimizer, draft)
         metrics["draft/gradient_norm"] = optax.tree.norm(gradients["draft"])
     return TrainState(state.step + 1, policy, draft, policy_optimizer, draft_optimizer), metrics
+
+
+def joint_loss(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Array, dict[str, Array]]]:
+    """The objective with its own counts, ``(params, batch, draft_loss_weight, reference, frozen_draft, key)``.
+
+    On a mesh it is one shard_map over the axes that the batch is spread over. Parameters go in whole and are typed as
+    varying inside (`objective`), so that their gradients are summed over devices once, at the end.
+    """
+
+    def loss(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Array, dict[str, Array]]:
+        reference, frozen_draft, key = rest
+        counts = global_counts(batch, spec.draft_cfg, key, spec.packed)
+        return objective(params, batch, counts, weight, reference, frozen_draft, spec, key)
+
+    if mesh is None:
+        return loss
+    whole, specs = PartitionSpec(), batch_spec(spec.packed)
+    return jax.shard_map(
+        loss,
+        mesh=mesh,
+        in_specs=(whole, specs, whole, whole, whole, whole),
+        out_specs=whole,
+        axis_names=set(spec.packed.axes),
+        check_vma=True,
+    )

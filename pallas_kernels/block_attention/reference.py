@@ -1,14 +1,16 @@
 """Block attention in plain JAX: tiles of queries, each looping over the tiles of keys it sees, online softmax.
 
 Memory is that of one tile of scores. The bounds of the inner loop come from the ranges of the tile's queries, so keys
-that no query of a tile sees cost nothing. Nothing here is differentiated: forward and backward are both given.
+that no query of a tile sees cost nothing. Rows that fit one tile are no loops at all: they are worked on side by side.
+Nothing here is differentiated: forward and backward are both given.
 
 Letters beside those of `records.py`: A query tiles, B key tiles, t tile, G = N / K.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from jaxtyping import Array, Bool, Int32
 from pallas_kernels.block_attention.records import KeyGrads, KeyRange, Partial, statistics_dtype
 from pallas_kernels.manual_axes import fresh, varying_axes
 
+Carry = TypeVar("Carry")
 NO_KEY = jnp.iinfo(jnp.int32).max
 """Index of a padding key: above every `last`."""
 
@@ -67,15 +70,15 @@ def forward(
             added = jnp.einsum("kgqj,kjh->kgqh", weights.astype(values.dtype), values, preferred_element_type=stat)
             return new, total * keep + jnp.sum(weights, axis=-1), out * keep[..., None] + added
 
-        top, total, out = lax.fori_loop(row.low[a], row.high[a], step, start)
+        top, total, out = cut.loop(row.low[a], row.high[a], step, start)
         some = total > 0
         total = jnp.where(some, total, 1.0)
         return out / total[..., None], jnp.where(some, top + jnp.log(total), -jnp.inf)
 
     def one_row(row: _Row) -> tuple[Array, Array]:
-        return lax.map(lambda a: tile_of(row, a), cut.tile_numbers)
+        return cut.map(lambda a: tile_of(row, a), cut.tile_numbers)
 
-    out, lse = lax.map(one_row, cut.rows(q, k, v, seen, indices))
+    out, lse = cut.map(one_row, cut.rows(q, k, v, seen, indices))
     return Partial(cut.queries_back(out), cut.queries_back(lse[..., None])[..., 0])
 
 
@@ -124,13 +127,13 @@ def backward(
                 )
                 return dq, _add_at(dk, own_k, b), _add_at(dv, own_v, b)
 
-            dq, dk, dv = lax.fori_loop(row.low[a], row.high[a], step, start)
+            dq, dk, dv = cut.loop(row.low[a], row.high[a], step, start)
             return (dk, dv), dq
 
         (dk, dv), dq = lax.scan(tile_of, (zeros, zeros), cut.tile_numbers)
         return dq, dk, dv
 
-    dq, dk, dv = lax.map(one_row, (cut.rows(q, k, v, seen, indices), given))
+    dq, dk, dv = cut.map(one_row, (cut.rows(q, k, v, seen, indices), given))
     return KeyGrads(cut.queries_back(dq), cut.keys_back(dk), cut.keys_back(dv))
 
 
@@ -146,6 +149,17 @@ class _Cut:
         self.tiles_k = max(-(-self.count_k // self.tile), 1)
         self.stat = statistics_dtype(q.dtype)
         self.tile_numbers = jnp.arange(self.tiles_q, dtype=jnp.int32)
+
+    def loop(self, low: Array, high: Array, step: Callable[[Array, Carry], Carry], start: Carry) -> Carry:
+        """Fold over the tiles low..high-1 of keys; over the only one, whatever it shows, where there is one."""
+        if self.tiles_k == 1:
+            return step(jnp.int32(0), start)
+        return lax.fori_loop(low, high, step, start)
+
+    def map(self, fn: Callable[[Any], Any], xs: Any) -> Any:
+        """One after the other, so that loop bounds stay scalars; side by side where there are no loops."""
+        one_tile = self.tiles_q == 1 and self.tiles_k == 1
+        return jax.vmap(fn)(xs) if one_tile else lax.map(fn, xs)
 
     def keys(self, x: Array, fill: int = 0) -> Array:
         """[Tk] -> [B, t], padded with `fill`."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draftco_jax.drafts.base import Target, TrainingContext
-from draftco_jax.drafts.blocks.training import block_labels, weighed
+from draftco_jax.drafts.blocks.training import block_labels, look_ahead, weighed
 from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.drafts.dspark.training import loss_at
 from draftco_jax.models.functional import abstract_params, graph_of
@@ -66,7 +66,8 @@ def test_loss_accuracy_and_every_gradient(golden, name):
     context = TrainingContext(SamplingConfig(), chunk_tokens=1024, draft_length=6)
 
     def loss(params):
-        denominator = weighed(batch, block_labels(batch, anchors, keep, cfg), cfg).denominator
+        ahead = look_ahead(batch, cfg)
+        denominator = weighed(ahead, block_labels(ahead, anchors, keep, cfg), cfg).denominator
         return loss_at(graph.merge(params), target, batch, anchors, keep, denominator=denominator, context=context)
 
     (found, report), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)

@@ -42,8 +42,8 @@ def inputs(shared):
 
 def our_logits(draft, embeds, taps):
     positions = jnp.broadcast_to(jnp.arange(TOKENS)[None], (ROWS, TOKENS))
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((TOKENS, TOKENS), bool))[None], (ROWS, TOKENS, TOKENS))
-    states = draft.passes([jnp.asarray(e) for e in embeds], jnp.asarray(taps), positions, mask)
+    documents = jnp.ones((ROWS, TOKENS), jnp.int32)
+    states = draft.passes([jnp.asarray(e) for e in embeds], jnp.asarray(taps), positions, documents)
     return [np.asarray(draft.logits(state)) for state in states]
 
 

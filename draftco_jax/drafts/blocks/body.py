@@ -17,6 +17,8 @@ width, A width of the concatenated taps, N heads, K key-value heads, H head widt
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -32,6 +34,8 @@ from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, ro
 from draftco_jax.numerics.rows import slice_rows
 
 Angles = tuple[jax.Array, jax.Array]
+BranchAttention = Callable[[Array, Array, Array], Array]
+"""(queries, keys, values of the rows of all blocks) -> heads, [R, C, n, N or K, H] each: over context and block."""
 
 
 class BlockState(NamedTuple):
@@ -85,13 +89,13 @@ class BlockLayer(nnx.Module):
         self.mlp = GatedMLP(cfg.hidden_size, cfg.intermediate_size, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "R C n D"], angles: Angles, trunk: LayerCache, trunk_mask: Array, block_mask: Array
+        self, x: Float[Array, "R C n D"], angles: Angles, attention: BranchAttention
     ) -> Float[Array, "R C n D"]:
         """The rows of each block, which read their own context and each other."""
         rows, blocks, size, width = x.shape
         normed = self.input_layernorm(x).reshape(rows, blocks * size, width)
         q, k, v = (y.reshape(rows, blocks, size, *y.shape[2:]) for y in self.self_attn.project(normed, angles))
-        heads = branch_attend(q, trunk, k, v, trunk_mask, block_mask)
+        heads = attention(q, k, v)
         x = x + self.self_attn.o_proj(heads.reshape(rows, blocks, size, -1))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -106,22 +110,17 @@ class BlockDraft(nnx.Module):
         self.layers = nnx.List([BlockLayer(cfg, rngs=rngs) for _ in range(cfg.num_hidden_layers)])
         self.norm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
 
-    def context(self, taps: Float[Array, "R T A"], angles: Angles) -> tuple[LayerCache, ...]:
-        """Keys and values of each layer for T indices whose features are known."""
-        fused, found = self.hidden_norm(self.fc(taps)), []
-        for layer in self.layers:
-            _, k, v = layer.self_attn.project(fused, angles)
-            found.append(LayerCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
-        return tuple(found)
+    def context(self, taps: Float[Array, "R T A"], angles: Angles) -> list[tuple[Array, Array]]:
+        """Keys and values [R, T, K, H] of each layer for T indices whose features are known."""
+        fused = self.hidden_norm(self.fc(taps))
+        return [layer.self_attn.project(fused, angles)[1:] for layer in self.layers]
 
     def run(
         self,
         newest: Float[Array, "R C D"],
         mask_token: Float[Array, " D"],
         angles: Angles,
-        trunk: tuple[LayerCache, ...],
-        anchors: Int[Array, "R C"],
-        allowed: Bool[Array, "R C S"] | None = None,
+        attention: Sequence[BranchAttention],
     ) -> Float[Array, "R C d D"]:
         """States of the d drafts of each block, after the final norm.
 
@@ -129,17 +128,13 @@ class BlockDraft(nnx.Module):
             newest: embeddings of the anchors' tokens.
             mask_token: embedding of the mask token.
             angles: of the rows of all blocks, [R, C * n, 1, h] each.
-            trunk: context of each layer.
-            anchors: index of each anchor among the S slots of context; slots at and after it are not read.
-            allowed: slots of each block's own document. None: all.
+            attention: of each layer, over context and block.
         """
         cfg = self.cfg
         blanks = jnp.broadcast_to(mask_token[None, None, None], (*newest.shape[:2], cfg.rows - 1, newest.shape[2]))
         x = jnp.concatenate([newest[:, :, None], blanks], axis=2)
-        slots = trunk[0].keys.shape[2]
-        masks = {kind: _masks(cfg, kind, anchors, slots, allowed) for kind in set(cfg.layer_types)}
-        for layer, kind, context in zip(self.layers, cfg.layer_types, trunk, strict=True):
-            x = layer(x, angles, context, *masks[kind])
+        for layer, attend in zip(self.layers, attention, strict=True):
+            x = layer(x, angles, attend)
         return self.norm(x[:, :, cfg.first_row :])
 
     def empty_state(self, batch: int, capacity: int, context: Context) -> BlockState:
@@ -155,8 +150,7 @@ class BlockDraft(nnx.Module):
         """Write the context of T indices. That of rejected tokens lies past the new anchor, unread."""
         del shared
         new = self.context(features.taps, state.angles_at(features.start, features.taps.shape[1]))
-        pairs = zip(state.context, new, strict=True)
-        context = (write(old, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), features.start) for old, (k, v) in pairs)
+        context = (write(old, k, v, features.start) for old, (k, v) in zip(state.context, new, strict=True))
         return state._replace(context=tuple(context))
 
     def block(
@@ -166,7 +160,13 @@ class BlockDraft(nnx.Module):
         embedding = shared.embedding
         angles = state.angles_at(anchor, self.cfg.rows)
         first = embedding.at[newest].get(mode="promise_in_bounds")[:, None]
-        return self.run(first, embedding[self.cfg.mask_token_id], angles, state.context, anchor[:, None])[:, 0]
+        slots = state.context[0].keys.shape[2]
+        masks = {kind: cached_masks(self.cfg, kind, anchor[:, None], slots) for kind in set(self.cfg.layer_types)}
+        attention = [
+            partial(cached_attention, context, *masks[kind])
+            for kind, context in zip(self.cfg.layer_types, state.context, strict=True)
+        ]
+        return self.run(first, embedding[self.cfg.mask_token_id], angles, attention)[:, 0]
 
     def label_features(
         self, states: Float[Array, "R C d D"], previous: Int[Array, "R C d"], head: Float[Array, "D V"]
@@ -188,15 +188,15 @@ def head_logits(states: Float[Array, "*b F"], kernel: Float[Array, "F V"]) -> Fl
     return jnp.matmul(states, kernel.astype(states.dtype), preferred_element_type=jnp.float32)
 
 
-def branch_attend(
-    queries: Float[Array, "R C n N H"],
+def cached_attention(
     trunk: LayerCache,
-    keys: Float[Array, "R C n K H"],
-    values: Float[Array, "R C n K H"],
     trunk_mask: Bool[Array, "R C m S"],
     block_mask: Bool[Array, "n n"],
+    queries: Float[Array, "R C n N H"],
+    keys: Float[Array, "R C n K H"],
+    values: Float[Array, "R C n K H"],
 ) -> Float[Array, "R C n N H"]:
-    """One softmax over the context of a row and the rows of its own block; scores and softmax in float32.
+    """One softmax over the cached context of a request and the rows of its block; scores and softmax in float32.
 
     Dense: scores are [R, C, n, N, S + n]. `trunk_mask` has m = 1 where all rows of a block see the same context, and
     m = n otherwise.
@@ -216,18 +216,15 @@ def branch_attend(
     return out.reshape(rows, blocks, size, heads, width).astype(queries.dtype)
 
 
-def _masks(
-    cfg: BlockDraftConfig, kind: LayerType, anchors: Array, slots: int, allowed: Array | None
+def cached_masks(
+    cfg: BlockDraftConfig, kind: LayerType, anchors: Int[Array, "R C"], slots: int
 ) -> tuple[Bool[Array, "R C m S"], Bool[Array, "n n"]]:
     """Which context, s < a within the window, and which rows of its own block a row of such a layer sees."""
-    sliding = kind == "sliding_attention"
+    window = cfg.window_of(kind)
     index = jnp.arange(slots, dtype=anchors.dtype)[None, None, None, :]
     seen = index < anchors[:, :, None, None]
-    if sliding:
-        assert cfg.sliding_window is not None
+    if window is not None:
         row = anchors[:, :, None] + jnp.arange(cfg.rows, dtype=anchors.dtype)[None, None, :]
-        seen = seen & (index > (row - cfg.sliding_window)[..., None])
-    if allowed is not None:
-        seen = seen & allowed[:, :, None, :]
+        seen = seen & (index > (row - window)[..., None])
     whole = jnp.ones((cfg.rows, cfg.rows), bool)
-    return seen, jnp.tril(whole) if (cfg.sliding_causal if sliding else cfg.causal) else whole
+    return seen, jnp.tril(whole) if cfg.rule_of(kind) == "causal" else whole

@@ -62,7 +62,8 @@ class BlockDraftConfig(DraftConfig):
     num_anchors: int = 512
     """Most anchors that are trained on in one document."""
     row_anchors: int | None = None
-    """Anchors that a packed row has room for: the size the update is compiled for. None: one for each token."""
+    """Anchors that a device has room for in a packed row: the size the update is compiled for. None: one for each of
+    its tokens."""
     anchor_rule: Literal["label", "official"] = "label"
     """label: an anchor is legal where its first label is supervised, so the last prompt token is one. official: the
     anchor's own token must be supervised too."""
@@ -101,6 +102,15 @@ class BlockDraftConfig(DraftConfig):
                 f"sliding_window={self.sliding_window} must be >= 1 where layer_types holds sliding_attention; "
                 "set it to the window the draft was trained with"
             )
+
+    def window_of(self, kind: LayerType) -> int | None:
+        """Context that a row of such a layer sees; None: all before the anchor."""
+        return self.sliding_window if kind == "sliding_attention" else None
+
+    def rule_of(self, kind: LayerType) -> Literal["all", "causal"]:
+        """Which rows of its own block a row of such a layer sees."""
+        causal = self.sliding_causal if kind == "sliding_attention" else self.causal
+        return "causal" if causal else "all"
 
     @property
     def rows(self) -> int:

@@ -5,7 +5,8 @@ it stands for x_{a+1+i}, in DFlash (row i + 1) as in DSpark (row i), and learns 
 law at a + i. A label is live where its token is supervised and lies in the document of its anchor; in DSpark also only
 if all labels of its block before it are live.
 
-Letters: R rows, T tokens, C anchors of a row, d drafts of a block, D width, V vocabulary.
+Letters: R rows and T tokens of this device, E = tokens of a row with its halos, C anchors of a row, d drafts of a
+block, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key, Shaped
 
+from draftco_jax.context_parallel import WHOLE_ROWS, Branch, PackedRows
 from draftco_jax.drafts.base import DraftReport, LossFn, Target, TrainingContext
 from draftco_jax.drafts.blocks.anchors import select_anchors
-from draftco_jax.drafts.blocks.body import BlockDraft, head_logits
-from draftco_jax.drafts.blocks.config import BlockDraftConfig
-from draftco_jax.drafts.labels import Labels, weigh_labels
+from draftco_jax.drafts.blocks.body import BlockDraft, BranchAttention, head_logits
+from draftco_jax.drafts.blocks.config import BlockDraftConfig, LayerType
+from draftco_jax.drafts.labels import Ahead, Labels, weigh_labels
 from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.draft import label_probability
 from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
@@ -31,6 +33,7 @@ from draftco_jax.models.layers import rotary_angles
 from draftco_jax.numerics.rows import pick
 from draftco_jax.numerics.sampling import SamplingConfig, law
 from draftco_jax.types import PackedBatch
+from pallas_kernels.manual_axes import fresh, varying_axes
 
 Out = TypeVar("Out")
 
@@ -38,7 +41,7 @@ Out = TypeVar("Out")
 class BlockLabels(NamedTuple):
     """What the drafts of each block stand for."""
 
-    index: jax.Array  # i32[R, C, d] index of the label's token in its row; inside the row also where not live
+    place: jax.Array  # i32[R, C, d] of the label's token in the extended row (`Ahead.flat`), also where not live
     live: jax.Array  # f32[R, C, d] 1 where the label is trained on
     documents: jax.Array  # i32[R, C] segment id of the anchor, 0 where there is none
 
@@ -50,30 +53,33 @@ class Forward(NamedTuple):
     previous: jax.Array  # i32[R, C, d] the token before each label, from the data
     features: jax.Array  # [R, C, d, F] the logits are features @ kernel
     kernel: jax.Array  # [F, V]
+    ahead: Ahead
     blocks: BlockLabels
     labels: Labels  # arrays [d, R, C]
     terms: LawPairTerms  # arrays [d, R, C]
 
 
+def look_ahead(batch: PackedBatch, cfg: BlockDraftConfig, packed: PackedRows = WHOLE_ROWS) -> Ahead:
+    """The batch with as much of what follows as a block reaches."""
+    return Ahead(batch, cfg.max_draft_length, packed)
+
+
 def block_labels(
-    batch: PackedBatch, anchors: Int[Array, "R C"], keep: Bool[Array, "R C"], cfg: BlockDraftConfig
+    ahead: Ahead, anchors: Int[Array, "R C"], keep: Bool[Array, "R C"], cfg: BlockDraftConfig
 ) -> BlockLabels:
-    """Labels of the blocks of these anchors."""
-    drafts, tokens = cfg.max_draft_length, batch.tokens.shape[1]
-    index = anchors[:, :, None] + jnp.arange(1, drafts + 1, dtype=anchors.dtype)[None, None, :]
-    inside = index < tokens
-    index = jnp.where(inside, index, tokens - 1)
-    documents = jnp.where(keep, at_index(batch.segment_ids, anchors), 0)
-    same = inside & (documents[:, :, None] > 0) & (at_index(batch.segment_ids, index) == documents[:, :, None])
-    live = (same & (at_index(batch.label_mask, index) > 0)).astype(jnp.float32)
-    return BlockLabels(index, jnp.cumprod(live, axis=-1) if cfg.cut_at_gap else live, documents)
+    """Labels of the blocks of these anchors; those of a block that goes on on another device are at hand too."""
+    place = ahead.places(anchors)[:, :, None] + jnp.arange(1, cfg.max_draft_length + 1, dtype=jnp.int32)[None, None, :]
+    documents = jnp.where(keep, at_index(ahead.batch.segment_ids, anchors), 0)
+    same = (documents[:, :, None] > 0) & (at_index(ahead.flat("segment_ids"), place) == documents[:, :, None])
+    live = (same & (at_index(ahead.flat("label_mask"), place) > 0)).astype(jnp.float32)
+    return BlockLabels(place, jnp.cumprod(live, axis=-1) if cfg.cut_at_gap else live, documents)
 
 
-def previous_tokens(batch: PackedBatch, blocks: BlockLabels) -> Int[Array, "R C d"]:
+def previous_tokens(ahead: Ahead, blocks: BlockLabels) -> Int[Array, "R C d"]:
     """The token before each label, from the data; 0 past the end of the document, where no label is live."""
-    before = blocks.index - 1
-    own = at_index(batch.segment_ids, before) == blocks.documents[:, :, None]
-    return jnp.where(own, at_index(batch.tokens, before), 0)
+    before = blocks.place - 1
+    own = at_index(ahead.flat("segment_ids"), before) == blocks.documents[:, :, None]
+    return jnp.where(own, at_index(ahead.flat("tokens"), before), 0)
 
 
 def at_index(values: Shaped[Array, "R T *rest"], index: Int[Array, "R *n"]) -> Shaped[Array, "R ..."]:
@@ -81,29 +87,33 @@ def at_index(values: Shaped[Array, "R T *rest"], index: Int[Array, "R *n"]) -> S
     return jax.vmap(lambda v, i: v.at[i].get(mode="promise_in_bounds"))(values, index)
 
 
-def weighed(batch: PackedBatch, blocks: BlockLabels, cfg: BlockDraftConfig) -> Labels:
+def weighed(ahead: Ahead, blocks: BlockLabels, cfg: BlockDraftConfig) -> Labels:
     """Masks and weights of the labels, draft first: draft i weighs exp(-i / gamma)."""
     gamma = cfg.loss_decay_gamma
     decay = tuple(1.0 if gamma is None else math.exp(-i / gamma) for i in range(cfg.max_draft_length))
-    of_label = lambda values: draft_first(at_index(values, blocks.index))  # noqa: E731
+    of_label = lambda name: draft_first(at_index(ahead.flat(name), blocks.place))  # noqa: E731
     return weigh_labels(
         draft_first(blocks.live),
         decay,
         blocks.documents,
-        batch,
+        ahead.batch,
         cfg.loss,
-        rewards=of_label(batch.label_rewards),
-        advantages=of_label(batch.label_advantages),
+        rewards=of_label("label_rewards"),
+        advantages=of_label("label_advantages"),
+        packed=ahead.packed,
     )
 
 
-def denominator(batch: PackedBatch, cfg: BlockDraftConfig, key: Key[Array, ""]) -> Float32[Array, ""]:
+def denominator(
+    batch: PackedBatch, cfg: BlockDraftConfig, key: Key[Array, ""], packed: PackedRows = WHOLE_ROWS
+) -> Float32[Array, ""]:
     """What the loss of these rows is divided by. `key` is that of the optimizer step, as in the loss.
 
-    With several shards or micro-batches the caller adds these up and passes the sum to each.
+    With several devices or micro-batches the caller adds these up and passes the sum to each.
     """
-    anchors, keep = select_anchors(key, batch, cfg)
-    return weighed(batch, block_labels(batch, anchors, keep, cfg), cfg).denominator
+    ahead = look_ahead(batch, cfg, packed)
+    anchors, keep = select_anchors(key, ahead, cfg)
+    return weighed(ahead, block_labels(ahead, anchors, keep, cfg), cfg).denominator
 
 
 def on_chosen_anchors(loss_at: LossFn) -> LossFn:
@@ -122,7 +132,7 @@ def on_chosen_anchors(loss_at: LossFn) -> LossFn:
         key: Key[Array, ""],
         context: TrainingContext,
     ) -> tuple[Float32[Array, ""], DraftReport]:
-        anchors, keep = select_anchors(key, batch, draft.cfg)
+        anchors, keep = select_anchors(key, look_ahead(batch, draft.cfg, context.packed), draft.cfg)
         return loss_at(draft, target, batch, anchors, keep, denominator=denominator, context=context)
 
     return blocks_loss
@@ -142,28 +152,59 @@ def forward(
 
     Without a teacher only the terms of the label's own token are there, the others are 0.
     """
-    states = block_states(draft, target, batch, anchors, keep)
-    blocks = block_labels(batch, anchors, keep, draft.cfg)
-    previous = previous_tokens(batch, blocks)
+    states = block_states(draft, target, batch, anchors, keep, context.packed)
+    ahead = look_ahead(batch, draft.cfg, context.packed)
+    blocks = block_labels(ahead, anchors, keep, draft.cfg)
+    previous = previous_tokens(ahead, blocks)
     features, kernel = draft.label_features(states, previous, target.head)
-    terms = label_terms(
-        features, kernel, target if with_teacher else target._replace(hidden=None), batch, blocks, context
-    )
-    return Forward(states, previous, features, kernel, blocks, weighed(batch, blocks, draft.cfg), terms)
+    teacher = Teacher.of(target, ahead) if with_teacher else None
+    terms = label_terms(features, kernel, teacher, ahead, blocks, context)
+    return Forward(states, previous, features, kernel, ahead, blocks, weighed(ahead, blocks, draft.cfg), terms)
 
 
 def block_states(
-    draft: BlockDraft, target: Target, batch: PackedBatch, anchors: Int[Array, "R C"], keep: Bool[Array, "R C"]
+    draft: BlockDraft,
+    target: Target,
+    batch: PackedBatch,
+    anchors: Int[Array, "R C"],
+    keep: Bool[Array, "R C"],
+    packed: PackedRows = WHOLE_ROWS,
 ) -> Float[Array, "R C d D"]:
-    """States of the drafts of all blocks, after the final norm; finite, and meaningless, where there is no anchor."""
+    """States of the drafts of all blocks, after the final norm; finite, and meaningless, where there is no anchor.
+
+    The context of a layer is the trunk, which may lie on other devices; the rows of a block are a branch.
+    """
     cfg = draft.cfg
-    trunk = draft.context(target.taps, rotary_angles(batch.positions, cfg.head_dim, cfg.rope_theta))
+    context = draft.context(target.taps, rotary_angles(batch.positions, cfg.head_dim, cfg.rope_theta))
     positions = block_positions(batch.positions, anchors, cfg.rows)
     angles = rotary_angles(positions.reshape(positions.shape[0], -1), cfg.head_dim, cfg.rope_theta)
-    documents = at_index(batch.segment_ids, anchors)
-    allowed = keep[:, :, None] & (documents[:, :, None] == batch.segment_ids[:, None, :])
     newest = target.embedding[at_index(batch.tokens, anchors)]
-    return draft.run(newest, target.embedding[cfg.mask_token_id], angles, trunk, anchors, allowed)
+    attention = [
+        ring_attention(cfg, kind, packed, k, v, batch, anchors, keep)
+        for kind, (k, v) in zip(cfg.layer_types, context, strict=True)
+    ]
+    return draft.run(newest, target.embedding[cfg.mask_token_id], angles, attention)
+
+
+def ring_attention(
+    cfg: BlockDraftConfig,
+    kind: LayerType,
+    packed: PackedRows,
+    k: Float[Array, "R T K H"],
+    v: Float[Array, "R T K H"],
+    batch: PackedBatch,
+    anchors: Int[Array, "R C"],
+    keep: Bool[Array, "R C"],
+) -> BranchAttention:
+    """Attention of one layer over the context of each block, before its anchor, and the block itself."""
+    seen = packed.before_anchors(batch.positions, anchors, keep, rows=cfg.rows, window=cfg.window_of(kind))
+
+    def attend(q: Array, keys: Array, values: Array) -> Array:
+        branch = Branch(keys.astype(q.dtype), values.astype(q.dtype), keep)
+        trunk = packed.trunk(k.astype(q.dtype), v.astype(q.dtype))
+        return packed.branch_attention(q, trunk, seen, branch, rule=cfg.rule_of(kind))
+
+    return attend
 
 
 def block_positions(positions: Int[Array, "R T"], anchors: Int[Array, "R C"], rows: int) -> Int[Array, "R C n"]:
@@ -176,11 +217,35 @@ def draft_first(values: Shaped[Array, "R C d"]) -> Shaped[Array, "d R C"]:
     return jnp.moveaxis(values, -1, 0)
 
 
+class Teacher(NamedTuple):
+    """The policy's laws, at places of extended rows."""
+
+    states: jax.Array  # [R * E, D]
+    head: jax.Array  # [D, V]
+    row_size: int  # E
+
+    @classmethod
+    def of(cls, target: Target, ahead: Ahead) -> Teacher:
+        """States of this device's tokens and of those that its blocks reach."""
+        assert target.hidden is not None
+        states = ahead.flatten(ahead.packed.extend(target.hidden, ahead.reach))
+        return cls(states.reshape(-1, states.shape[-1]), target.head, states.shape[1])
+
+    def before(self, blocks: BlockLabels) -> Int[Array, "R C d"]:
+        """Rows of `states` whose law is that of each label: the index before it."""
+        row = jnp.arange(blocks.place.shape[0], dtype=blocks.place.dtype)
+        return row[:, None, None] * self.row_size + blocks.place - 1
+
+    def at(self, index: Int[Array, " N"]) -> Float[Array, "N D"]:
+        """States of these rows."""
+        return self.states.at[index].get(mode="promise_in_bounds")
+
+
 def label_terms(
     features: Float[Array, "R C d F"],
     kernel: Float[Array, "F V"],
-    target: Target,
-    batch: PackedBatch,
+    teacher: Teacher | None,
+    ahead: Ahead,
     blocks: BlockLabels,
     context: TrainingContext,
 ) -> LawPairTerms:
@@ -190,20 +255,20 @@ def label_terms(
         return law_pair_terms(
             features,
             kernel,
-            teacher_states(target, at),
-            None if target.hidden is None else target.head,
+            None if teacher is None else teacher.at(at),
+            None if teacher is None else teacher.head,
             labels,
             kept=None,
             sampling=context.sampling,
             tile=context.tile,
         )
 
-    arrays = features, at_index(batch.tokens, blocks.index), _flat_index(blocks, batch.tokens.shape[1])
-    return _map_labels(terms, arrays, context)
+    at = jnp.zeros_like(blocks.place) if teacher is None else teacher.before(blocks)
+    return _map_labels(terms, (features, at_index(ahead.flat("tokens"), blocks.place), at), context)
 
 
 def draft_acceptance(
-    run: Forward, target: Target, batch: PackedBatch, context: TrainingContext, *, proposes_mode: bool
+    run: Forward, target: Target, context: TrainingContext, *, proposes_mode: bool
 ) -> Float32[Array, "d R C"]:
     """Probability that a rollout accepts each draft, given the data before it; no gradient.
 
@@ -211,41 +276,33 @@ def draft_acceptance(
     states are not there, unbiased estimates from the label, which was drawn from p: min(1, q(label) / p(label)) with
     the log-prob that the policy drew it with, or whether the label is the draft's token.
     """
-    run = lax.stop_gradient(run)
+    terms, features, kernel = lax.stop_gradient((run.terms, run.features, run.kernel))
     if target.hidden is None:
         if proposes_mode:
-            return run.terms.label_is_mode
-        drawn_with = jnp.exp(draft_first(at_index(batch.label_logprobs, run.blocks.index)))
-        return jnp.minimum(label_probability(run.terms) / drawn_with, 1.0)
+            return terms.label_is_mode
+        drawn_with = jnp.exp(draft_first(at_index(run.ahead.flat("label_logprobs"), run.blocks.place)))
+        return jnp.minimum(label_probability(terms) / drawn_with, 1.0)
     if not proposes_mode:
-        return run.terms.overlap
+        return terms.overlap
+    teacher = Teacher.of(target, run.ahead)
 
     def probability(features: Array, at: Array) -> Float32[Array, " N"]:
-        mode = likeliest(features, run.kernel, context.tile)
-        return policy_probability(target, at, mode, context)
+        mode = likeliest(features, kernel, context.tile)
+        return policy_probability(teacher, at, mode, context)
 
-    arrays = run.features, _flat_index(run.blocks, batch.tokens.shape[1])
-    return _map_labels(probability, arrays, context)
-
-
-def teacher_states(target: Target, at: Int[Array, " N"]) -> Float[Array, "N D"] | None:
-    """The policy's states at these indices of the flattened rows."""
-    if target.hidden is None:
-        return None
-    return target.hidden.reshape(-1, target.hidden.shape[-1]).at[at].get(mode="promise_in_bounds")
+    return _map_labels(probability, (features, teacher.before(run.blocks)), context)
 
 
 def policy_probability(
-    target: Target, at: Int[Array, " N"], tokens: Int32[Array, " N"], context: TrainingContext
+    teacher: Teacher, at: Int[Array, " N"], tokens: Int32[Array, " N"], context: TrainingContext
 ) -> Float32[Array, " N"]:
     """p(token) at these indices, under the filters of the rollouts too (which takes dense logits)."""
-    states = teacher_states(target, at)
-    assert states is not None
+    states = teacher.at(at)
     if context.sampling.filtered:
-        return pick(law(head_logits(states, target.head), context.sampling), tokens)
+        return pick(law(head_logits(states, teacher.head), context.sampling), tokens)
     # The policy's own head in the place of a draft's: its cross-entropy at the token, a tile at a time.
     tempered = SamplingConfig(temperature=context.sampling.temperature)
-    terms = law_pair_terms(states, target.head, None, None, tokens, kept=None, sampling=tempered, tile=context.tile)
+    terms = law_pair_terms(states, teacher.head, None, None, tokens, kept=None, sampling=tempered, tile=context.tile)
     return jnp.exp(-terms.hard_cross_entropy)
 
 
@@ -263,7 +320,8 @@ def likeliest(features: Float[Array, "N F"], kernel: Float[Array, "F V"], tile: 
         return jnp.maximum(largest, top), jnp.where(top > largest, at, best)
 
     count = features.shape[0]
-    init = jnp.full(count, -jnp.inf, jnp.float32), jnp.zeros(count, jnp.int32)
+    axes = varying_axes(features, kernel)
+    init = fresh((count,), -jnp.inf, jnp.float32, axes), fresh((count,), 0, jnp.int32, axes)
     return lax.fori_loop(0, -(-width // tile), body, init)[1]
 
 
@@ -273,9 +331,3 @@ def _map_labels(fn: Callable[..., Out], arrays: tuple[Array, ...], context: Trai
     flat = tuple(a.reshape(rows, blocks * drafts, *a.shape[3:]) for a in arrays)
     out = map_tokens(fn, flat, chunk_tokens=context.chunk_tokens)
     return jax.tree.map(lambda a: draft_first(a.reshape(rows, blocks, drafts)), out)
-
-
-def _flat_index(blocks: BlockLabels, tokens: int) -> Int[Array, "R C d"]:
-    """Index, in the flattened rows, whose law of the policy is that of the label: the one before it."""
-    row = jnp.arange(blocks.index.shape[0], dtype=blocks.index.dtype)
-    return row[:, None, None] * tokens + blocks.index - 1

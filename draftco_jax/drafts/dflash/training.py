@@ -9,7 +9,6 @@ from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
 from draftco_jax.drafts.blocks.training import draft_acceptance, forward, on_chosen_anchors
 from draftco_jax.drafts.dflash.module import DFlash
 from draftco_jax.drafts.labels import draft_loss, report
-from draftco_jax.numerics.masked import masked_mean
 from draftco_jax.types import PackedBatch
 
 
@@ -34,10 +33,8 @@ def loss_at(
     with_teacher = cfg.loss.needs_teacher or (target.hidden is not None and not proposes_mode)
     run = forward(draft, target, batch, anchors, keep, context, with_teacher=with_teacher)
     loss, per_label = draft_loss(run.terms, run.labels, cfg.loss, denominator)
-    accepted = draft_acceptance(run, target, batch, context, proposes_mode=proposes_mode)
-    masks = run.labels.masks
-    accuracy = masked_mean(run.terms.label_is_mode, masks, count=masks.sum())
-    return loss, report(per_label, accepted, masks, context.draft_length, accuracy=accuracy)
+    accepted = draft_acceptance(run, target, context, proposes_mode=proposes_mode)
+    return loss, report(per_label, accepted, run.labels.masks, context, accuracy=run.terms.label_is_mode)
 
 
 blocks_loss = on_chosen_anchors(loss_at)

@@ -7,11 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
 
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
-from draftco_jax.drafts.blocks.training import Forward, draft_acceptance, forward, label_terms, on_chosen_anchors
+from draftco_jax.drafts.blocks.training import (
+    Forward,
+    Teacher,
+    draft_acceptance,
+    forward,
+    label_terms,
+    on_chosen_anchors,
+)
 from draftco_jax.drafts.dspark.module import DSpark
 from draftco_jax.drafts.labels import draft_loss, report
 from draftco_jax.losses.draft import weighted_loss
-from draftco_jax.numerics.masked import masked_mean
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.types import PackedBatch
 
@@ -39,35 +45,31 @@ def loss_at(
         )
     run = forward(draft, target, batch, anchors, keep, context, with_teacher=target.hidden is not None)
     loss, per_label = draft_loss(run.terms, run.labels, cfg.loss, denominator)
-    masks = run.labels.masks
-    extra = {"accuracy": masked_mean(run.terms.label_is_mode, masks, count=masks.sum())}
+    extra = {"accuracy": run.terms.label_is_mode}
     if cfg.trains_confidence:
-        accepted = confidence_target(run, target, batch, context)
+        accepted = confidence_target(run, target, context)
         logits = jnp.moveaxis(draft.confidence(run.states, run.previous), -1, 0)
         entropy = binary_cross_entropy(logits, accepted)
         loss += cfg.confidence_loss_weight * weighted_loss(entropy, run.labels.weights, denominator)
-        mean = lambda values: masked_mean(values, masks, count=masks.sum())  # noqa: E731
         extra |= {
-            "confidence_loss": mean(entropy),
-            "confidence_abs_error": mean(jnp.abs(jax.nn.sigmoid(logits) - accepted)),
+            "confidence_loss": entropy,
+            "confidence_abs_error": jnp.abs(jax.nn.sigmoid(logits) - accepted),
         }
-    accepted = draft_acceptance(run, target, batch, context, proposes_mode=False)
-    return loss, report(per_label, accepted, masks, context.draft_length, **extra)
+    accepted = draft_acceptance(run, target, context, proposes_mode=False)
+    return loss, report(per_label, accepted, run.labels.masks, context, **extra)
 
 
 blocks_loss = on_chosen_anchors(loss_at)
 """The family's loss: `loss_at` of the anchors that the step's key chooses."""
 
 
-def confidence_target(
-    run: Forward, target: Target, batch: PackedBatch, context: TrainingContext
-) -> Float32[Array, "d R C"]:
+def confidence_target(run: Forward, target: Target, context: TrainingContext) -> Float32[Array, "d R C"]:
     """1 - |q - p|_1 / 2 of each draft at temperature 1, in [0, 1]; no gradient."""
     terms = run.terms
     if context.sampling.temperature != 1.0:
         plain = context._replace(sampling=SamplingConfig())
-        cut = jax.lax.stop_gradient(run)
-        terms = label_terms(cut.features, cut.kernel, target, batch, cut.blocks, plain)
+        features, kernel = jax.lax.stop_gradient((run.features, run.kernel))
+        terms = label_terms(features, kernel, Teacher.of(target, run.ahead), run.ahead, run.blocks, plain)
     return jax.lax.stop_gradient(jnp.clip(1.0 - 0.5 * terms.l1, 0.0, 1.0))
 
 

@@ -18,11 +18,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.drafts.base import Context, Features, Proposal, Shared
+from draftco_jax.drafts.chain_attention import ChainAttention
 from draftco_jax.drafts.eagle3.config import Eagle3Config
-from draftco_jax.models.attention import MASKED_SCORE, attend
+from draftco_jax.models.attention import attend
 from draftco_jax.models.kv_cache import Cache, empty_cache, visible_slots, write
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, rotary_angles, rotate
 from draftco_jax.numerics.rows import row_at
@@ -214,41 +216,20 @@ class Eagle3(nnx.Module):
         embeds: list[Float[Array, "R T D"]],
         taps: Float[Array, "R T A"],
         positions: Int[Array, "R T"],
-        mask: Bool[Array, "R T T"],
+        segment_ids: Int[Array, "R T"],
+        packed: PackedRows = WHOLE_ROWS,
     ) -> list[Float[Array, "R T D"]]:
         """States of each training pass; `embeds[k]` holds the embeddings of x_{t+1+k}.
 
-        Pass k at index t sees the pass-0 keys (the trunk) that `mask` allows, s <= t in its document, and its own
-        keys of passes 1..k (the branch), in one softmax. Key of pass i is rotated by position + i, query of pass k by
-        position + k: exactly the keys a chain of k drafting steps from t would have in its cache.
+        Pass k at index t sees the pass-0 keys (the trunk) of its document up to t, and its own keys of passes 1..k
+        (the branch), in one softmax. Key of pass i is rotated by position + i, query of pass k by position + k: exactly
+        the keys a chain of k drafting steps from t would have in its cache. Branch keys never leave their device.
         """
-        hidden, states, keys, values = self.fuse(taps), [], [], []
+        hidden, states = self.fuse(taps), []
+        chain = ChainAttention(segment_ids, positions, packed, reads=len(embeds))
         for k, embed in enumerate(embeds):
             angles = rotary_angles(positions + k, self.cfg.head_dim, self.cfg.rope_theta)
             q, key, value = self.midlayer.project(embed, hidden, angles)
-            keys.append(key)
-            values.append(value)
-            hidden = self._output(self.midlayer.finish(hidden, branch_attend(q, keys, values, mask)))
+            hidden = self._output(self.midlayer.finish(hidden, chain(q, key, value)))
             states.append(hidden)
         return states
-
-
-def branch_attend(
-    q: Float[Array, "R T N H"],
-    keys: list[Float[Array, "R T K H"]],
-    values: list[Float[Array, "R T K H"]],
-    mask: Bool[Array, "R T T"],
-) -> Float[Array, "R T N H"]:
-    """One softmax over trunk keys (keys[0], under `mask`) and the diagonal of each later pass. Softmax in float32."""
-    rows, tokens, heads, width = q.shape
-    kv_heads = keys[0].shape[2]
-    q = (q * (width**-0.5)).reshape(rows, tokens, kv_heads, heads // kv_heads, width)
-    trunk = jnp.einsum("rtkgh,rskh->rtkgs", q, keys[0], preferred_element_type=jnp.float32)
-    scores = [jnp.where(mask[:, :, None, None, :], trunk, MASKED_SCORE)]
-    for key in keys[1:]:
-        scores.append(jnp.einsum("rtkgh,rtkh->rtkg", q, key, preferred_element_type=jnp.float32)[..., None])
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    out = jnp.einsum("rtkgs,rskh->rtkgh", weights[..., :tokens], values[0])
-    for i, value in enumerate(values[1:]):
-        out = out + weights[..., tokens + i, None] * value[:, :, :, None, :]
-    return out.reshape(rows, tokens, heads, width)

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Key
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.eagle3.module import Eagle3
-from draftco_jax.drafts.labels import Labels, draft_loss, map_steps, report, tokens_ahead, weigh_labels
+from draftco_jax.drafts.labels import Ahead, Labels, draft_loss, map_steps, report, weigh_labels
 from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
-from draftco_jax.models.attention import packed_causal_mask
 from draftco_jax.models.functional import Params
-from draftco_jax.numerics.shift import look_ahead, same_document
 from draftco_jax.types import PackedBatch
 
 
@@ -35,38 +34,46 @@ def from_policy(draft: Params, policy: Params) -> Params:
     return draft | {"lm_head": {"kernel": jnp.array(head)}, "norm": jax.tree.map(jnp.array, policy["norm"])}
 
 
-def pass_masks(batch: PackedBatch, cfg: Eagle3Config) -> Float32[Array, "n R T"]:
+def look_ahead(batch: PackedBatch, cfg: Eagle3Config, packed: PackedRows = WHOLE_ROWS) -> Ahead:
+    """The batch with as much of what follows as the passes ask for."""
+    return Ahead(batch, cfg.passes + 1, packed)
+
+
+def pass_masks(ahead: Ahead, cfg: Eagle3Config) -> Float32[Array, "n R T"]:
     """1 where pass k at t is live."""
     label = cfg.label_mask == "label"
     masks = []
     for k in range(cfg.passes):
         # The token whose mask is asked, and how far ahead the document must reach: the policy's law at t + 1 + k.
         asked, reach = (k + 2, k + 2) if label else (k, k + 1)
-        masks.append(look_ahead(batch.label_mask, asked) * same_document(batch.segment_ids, reach).astype(jnp.float32))
+        masks.append(ahead.at("label_mask", asked) * ahead.same_document(reach).astype(jnp.float32))
     return jnp.stack(masks)
 
 
-def labels(batch: PackedBatch, cfg: Eagle3Config) -> Labels:
+def labels(ahead: Ahead, cfg: Eagle3Config) -> Labels:
     """Every index of a row is an anchor; pass k weighs pass_decay^k."""
-    ahead = lambda values: jnp.stack([look_ahead(values, k + 2) for k in range(cfg.passes)])  # noqa: E731
+    of_label = lambda name: jnp.stack([ahead.at(name, k + 2) for k in range(cfg.passes)])  # noqa: E731
     return weigh_labels(
-        pass_masks(batch, cfg),
+        pass_masks(ahead, cfg),
         tuple(cfg.pass_decay**k for k in range(cfg.passes)),
-        batch.segment_ids,
-        batch,
+        ahead.batch.segment_ids,
+        ahead.batch,
         cfg.loss,
-        rewards=ahead(batch.label_rewards),
-        advantages=ahead(batch.label_advantages),
+        rewards=of_label("label_rewards"),
+        advantages=of_label("label_advantages"),
+        packed=ahead.packed,
     )
 
 
-def denominator(batch: PackedBatch, cfg: Eagle3Config, key: Key[Array, ""]) -> Float32[Array, ""]:
+def denominator(
+    batch: PackedBatch, cfg: Eagle3Config, key: Key[Array, ""], packed: PackedRows = WHOLE_ROWS
+) -> Float32[Array, ""]:
     """What the loss of these rows is divided by: for valid labels sum_k w_k * (number of live labels of pass k).
 
-    With several shards or micro-batches the caller adds these up and passes the sum to each. A label that the draft
+    With several devices or micro-batches the caller adds these up and passes the sum to each. A label that the draft
     cannot say counts too: that it cannot is known only once the policy has run.
     """
-    return labels(batch, cfg).denominator
+    return labels(look_ahead(batch, cfg, packed), cfg).denominator
 
 
 def passes_loss(
@@ -92,12 +99,13 @@ def passes_loss(
         denominator: global sum of `denominator(batch, cfg, key)`.
         key: not used, this family draws nothing.
         context: sampling of the rollouts (losses use the temperature, acceptance the filters too), chunk of tokens,
-            k of the rollouts.
+            k of the rollouts, how the batch is spread over devices.
     """
     target = jax.lax.stop_gradient(target)
-    cfg = draft.cfg
-    embeds = [target.embedding[tokens_ahead(batch, k + 1)] for k in range(cfg.passes)]
-    states = draft.passes(embeds, target.taps, batch.positions, packed_causal_mask(batch.segment_ids))
+    cfg, packed = draft.cfg, context.packed
+    ahead = look_ahead(batch, cfg, packed)
+    embeds = [target.embedding[ahead.tokens(k + 1)] for k in range(cfg.passes)]
+    states = draft.passes(embeds, target.taps, batch.positions, batch.segment_ids, packed)
 
     def laws(features: Array, labels: Array, teacher: Array | None) -> LawPairTerms:
         return law_pair_terms(
@@ -112,7 +120,7 @@ def passes_loss(
         )
 
     features = draft.features(jnp.stack(states))
-    terms = map_steps(laws, features, batch, target.hidden, context.chunk_tokens)
-    of_batch = labels(batch, cfg)
+    terms = map_steps(laws, features, ahead, target.hidden, context.chunk_tokens)
+    of_batch = labels(ahead, cfg)
     loss, per_label = draft_loss(terms, of_batch, cfg.loss, denominator)
-    return loss, report(per_label, terms.overlap, of_batch.masks, context.draft_length)
+    return loss, report(per_label, terms.overlap, of_batch.masks, context)

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.drafts.base import Context, Features, Proposal, Shared
-from draftco_jax.drafts.eagle3.module import branch_attend
+from draftco_jax.drafts.chain_attention import ChainAttention
 from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.models.attention import attend
 from draftco_jax.models.kv_cache import Cache, LayerCache, visible_slots, write
@@ -214,23 +215,26 @@ class Mtp(nnx.Module):
         embeds: list[Float[Array, "R T D"]],
         hidden: Float[Array, "R T D"],
         positions: Int[Array, "R T"],
-        mask: Bool[Array, "R T T"],
+        segment_ids: Int[Array, "R T"],
+        packed: PackedRows = WHOLE_ROWS,
     ) -> list[Float[Array, "R T D"]]:
         """Outputs z of each training step; `embeds[k]` holds the embeddings of x_{t+1+k}, `hidden` the policy's states.
 
-        chain   query (t, k) sees the keys (s, 0) that `mask` allows, s <= t in its document, and its own (t, i),
-                1 <= i <= k, in one softmax; step i at index t stands at position t + i. These are the keys that a
-                chain of k drafting steps from t has in its cache.
-        step    query (t, k) sees the keys (s, k) that `mask` allows; all steps stand at position t.
+        chain   query (t, k) sees the keys (s, 0), s <= t in its document, and its own (t, i), 1 <= i <= k, in one
+                softmax; step i at index t stands at position t + i. These are the keys that a chain of k drafting
+                steps from t has in its cache.
+        step    query (t, k) sees the keys (s, k), s <= t in its document; all steps stand at position t.
         """
         cfg, layer = self.cfg, self.layers[0]
-        chain, outputs, keys, values = cfg.attention_pattern == "chain", [], [], []
+        chain, outputs = cfg.attention_pattern == "chain", []
+        attention = ChainAttention(segment_ids, positions, packed, reads=len(embeds)) if chain else None
+        seen = packed.causal(segment_ids, positions)
         for k, embed in enumerate(embeds):
             at = positions + k if chain else positions
             x = self.combine(embed, hidden, at)
             q, key, value, gate = layer.project(x, rotary_angles(at, cfg.rotary_width, cfg.rope_theta))
-            keys, values = ([*keys, key], [*values, value]) if chain else ([key], [value])
-            z = layer.finish(x, branch_attend(q, keys, values, mask), gate)
+            heads = attention(q, key, value) if attention else packed.attention(q, key, value, seen)
+            z = layer.finish(x, heads, gate)
             outputs.append(z)
             hidden = self.fed_back(z)
         return outputs

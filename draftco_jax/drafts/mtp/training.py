@@ -11,42 +11,46 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Key
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
-from draftco_jax.drafts.labels import Labels, draft_loss, map_steps, report, tokens_ahead, weigh_labels
+from draftco_jax.drafts.labels import Ahead, Labels, draft_loss, map_steps, report, weigh_labels
 from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.drafts.mtp.module import Mtp
 from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
-from draftco_jax.models.attention import packed_causal_mask
-from draftco_jax.numerics.shift import look_ahead, same_document
 from draftco_jax.types import PackedBatch
 
 
-def step_masks(batch: PackedBatch, steps: int) -> Float32[Array, "n R T"]:
+def look_ahead(batch: PackedBatch, cfg: MtpConfig, packed: PackedRows = WHOLE_ROWS) -> Ahead:
+    """The batch with as much of what follows as the steps ask for."""
+    return Ahead(batch, cfg.steps + 1, packed)
+
+
+def step_masks(ahead: Ahead, steps: int) -> Float32[Array, "n R T"]:
     """1 where step k at t is live: x_{t+2+k} is supervised and in the document of t."""
-    masks = [
-        look_ahead(batch.label_mask, k + 2) * same_document(batch.segment_ids, k + 2).astype(jnp.float32)
-        for k in range(steps)
-    ]
+    masks = [ahead.at("label_mask", k + 2) * ahead.same_document(k + 2).astype(jnp.float32) for k in range(steps)]
     return jnp.stack(masks)
 
 
-def labels(batch: PackedBatch, cfg: MtpConfig) -> Labels:
+def labels(ahead: Ahead, cfg: MtpConfig) -> Labels:
     """Every index of a row is an anchor; step k weighs step_decay^k, normalised."""
-    ahead = lambda values: jnp.stack([look_ahead(values, k + 2) for k in range(cfg.steps)])  # noqa: E731
+    of_label = lambda name: jnp.stack([ahead.at(name, k + 2) for k in range(cfg.steps)])  # noqa: E731
     return weigh_labels(
-        step_masks(batch, cfg.steps),
+        step_masks(ahead, cfg.steps),
         cfg.step_weights,
-        batch.segment_ids,
-        batch,
+        ahead.batch.segment_ids,
+        ahead.batch,
         cfg.loss,
-        rewards=ahead(batch.label_rewards),
-        advantages=ahead(batch.label_advantages),
+        rewards=of_label("label_rewards"),
+        advantages=of_label("label_advantages"),
+        packed=ahead.packed,
     )
 
 
-def denominator(batch: PackedBatch, cfg: MtpConfig, key: Key[Array, ""]) -> Float32[Array, ""]:
-    """What the loss of these rows is divided by; the caller adds up shards and micro-batches. `key` is not used."""
-    return labels(batch, cfg).denominator
+def denominator(
+    batch: PackedBatch, cfg: MtpConfig, key: Key[Array, ""], packed: PackedRows = WHOLE_ROWS
+) -> Float32[Array, ""]:
+    """What the loss of these rows is divided by; the caller adds up devices and micro-batches. `key` is not used."""
+    return labels(look_ahead(batch, cfg, packed), cfg).denominator
 
 
 def steps_loss(
@@ -69,14 +73,15 @@ def steps_loss(
         denominator: global sum of `denominator(batch, cfg, key)`.
         key: not used, this family draws nothing.
         context: sampling of the rollouts (losses use the temperature, acceptance the filters too), chunk of tokens,
-            k of the rollouts.
+            k of the rollouts, how the batch is spread over devices.
     """
     if target.hidden is None:
         raise ValueError("target.hidden=None must be the policy's final states, the draft's input; keep them")
     hidden, cfg = jax.lax.stop_gradient(target.hidden), draft.cfg
     target = jax.lax.stop_gradient(target)
-    embeds = [target.embedding[tokens_ahead(batch, k + 1)] for k in range(cfg.steps)]
-    outputs = draft.unroll(embeds, hidden, batch.positions, packed_causal_mask(batch.segment_ids))
+    ahead = look_ahead(batch, cfg, context.packed)
+    embeds = [target.embedding[ahead.tokens(k + 1)] for k in range(cfg.steps)]
+    outputs = draft.unroll(embeds, hidden, batch.positions, batch.segment_ids, context.packed)
 
     def laws(features: Array, labels: Array, teacher: Array | None) -> LawPairTerms:
         return law_pair_terms(
@@ -90,7 +95,7 @@ def steps_loss(
             tile=context.tile,
         )
 
-    terms = map_steps(laws, draft.norm(jnp.stack(outputs)), batch, hidden, context.chunk_tokens)
-    of_batch = labels(batch, cfg)
+    terms = map_steps(laws, draft.norm(jnp.stack(outputs)), ahead, hidden, context.chunk_tokens)
+    of_batch = labels(ahead, cfg)
     loss, per_label = draft_loss(terms, of_batch, cfg.loss, denominator)
-    return loss, report(per_label, terms.overlap, of_batch.masks, context.draft_length)
+    return loss, report(per_label, terms.overlap, of_batch.masks, context)

@@ -1,4 +1,4 @@
-"""On one rank, without shard_map: the op equals the attention that policy and drafts run today, value and gradients.
+"""On one rank, without shard_map: the op equals the dense attention of decoding, value and gradients.
 
 Padding is left out: there the dense forms give a mean of whatever lies in padding, the op gives 0.
 """
@@ -23,8 +23,7 @@ from draftco_jax.context_parallel import (
     sharded_ring_attention,
     share_trunk,
 )
-from draftco_jax.drafts.blocks.body import branch_attend as block_attend
-from draftco_jax.drafts.eagle3.module import branch_attend as eagle3_attend
+from draftco_jax.drafts.blocks.body import cached_attention
 from draftco_jax.models.attention import attend, packed_causal_mask
 from draftco_jax.models.kv_cache import LayerCache
 
@@ -102,7 +101,11 @@ def test_eagle3_passes(qkv, passes):
         return branch_attention(q[:, :, None], share_trunk(k, v, SPEC), seen, branch, spec=SPEC)[0][:, :, 0]
 
     def dense(q, k, v, *later):
-        return eagle3_attend(q, [k, *later[::2]], [v, *later[1::2]], packed_causal_mask(SEGMENTS))
+        """All keys side by side; of a later pass each query sees the one at its own index."""
+        own = jnp.broadcast_to(jnp.eye(TOKENS, dtype=bool)[None], (ROWS, TOKENS, TOKENS))
+        mask = jnp.concatenate([packed_causal_mask(SEGMENTS), *[own] * (passes - 1)], axis=-1)
+        keys, values = (jnp.concatenate(x, axis=1) for x in ([k, *later[::2]], [v, *later[1::2]]))
+        return attend(q, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), mask)
 
     same(ours, dense, (q, k, v, *later), weights_of_rows())
 
@@ -131,7 +134,7 @@ def test_blocks(qkv, rule, window):
 
     def dense(q, k, v, bk, bv):
         trunk = LayerCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
-        return block_attend(q, trunk, bk, bv, trunk_mask, block_mask)
+        return cached_attention(trunk, trunk_mask, block_mask, q, bk, bv)
 
     weights = normal(33, *q.shape) * live.astype(jnp.float32)[:, :, None, None, None]
     same(ours, dense, (q, k, v, bk, bv), weights)

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.drafts.eagle3.module import branch_attend
-from draftco_jax.models.attention import attend, packed_causal_mask
 from draftco_jax.models.functional import split
 from draftco_jax.models.transformer import fuse_projections
 from draftco_jax.numerics.shift import look_ahead
@@ -25,8 +23,7 @@ def passes_of(draft, batch, target):
     @jax.jit
     def states(tokens, taps, params):
         embeds = [target.embedding[look_ahead(tokens, k + 1)] for k in range(PASSES)]
-        mask = packed_causal_mask(batch.segment_ids)
-        return jnp.stack(draft.graph.merge(params).passes(embeds, taps, batch.positions, mask))
+        return jnp.stack(draft.graph.merge(params).passes(embeds, taps, batch.positions, batch.segment_ids))
 
     return lambda tokens, taps, params=draft.params: np.asarray(states(tokens, taps, params))
 
@@ -122,17 +119,6 @@ def test_bug_case_b06_what_the_draft_would_say_is_never_read_back(full_draft, ru
     kernel = full_draft.params["lm_head"]["kernel"]
     contrary = full_draft.params | {"lm_head": {"kernel": -kernel}}
     np.testing.assert_array_equal(run(batch.tokens, target.taps), run(batch.tokens, target.taps, contrary))
-
-
-def test_branch_attention_is_one_softmax_over_trunk_and_branch():
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    q, keys, values = normal(2, 5, 4, 8), [normal(2, 5, 2, 8) for _ in range(3)], [normal(2, 5, 2, 8) for _ in range(3)]
-    mask = packed_causal_mask(jnp.array([[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]]))
-    heads_first = lambda parts: jnp.concatenate([jnp.swapaxes(part, 1, 2) for part in parts], axis=2)  # noqa: E731
-    own = jnp.broadcast_to(jnp.eye(5, dtype=bool)[None], (2, 5, 5))
-    expected = jax.jit(attend)(q, heads_first(keys), heads_first(values), jnp.concatenate([mask, own, own], axis=-1))
-    np.testing.assert_allclose(jax.jit(branch_attend)(q, keys, values, mask), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_law_over_draft_ids_is_spread_to_the_target_ids(make_draft):

@@ -13,7 +13,7 @@ from draftco_jax.drafts.base import Target, TrainingContext
 from draftco_jax.drafts.eagle3 import training
 from draftco_jax.drafts.eagle3.checkpoint import graph_with_map
 from draftco_jax.drafts.eagle3.config import Eagle3Config
-from draftco_jax.drafts.eagle3.training import pass_masks, passes_loss
+from draftco_jax.drafts.eagle3.training import look_ahead, pass_masks, passes_loss
 from draftco_jax.models.functional import abstract_params
 from draftco_jax.models.hf_weights import to_tensors
 from draftco_jax.numerics.sampling import SamplingConfig
@@ -299,10 +299,14 @@ def row(labels, segments=None):
     return PackedBatch(*(jnp.asarray(a) for a in (ids, ids, segments, labels, labels, labels, labels, ids)))
 
 
+def masks_of(batch, cfg):
+    return pass_masks(look_ahead(batch, cfg), cfg)
+
+
 @pytest.fixture(scope="module")
 def live(make_draft):
     """(batch, passes, rule) -> the live indices of the first row, by pass."""
-    masks = {rule: jax.jit(partial(pass_masks, cfg=make_draft(passes=4, label_mask=rule).cfg)) for rule in RULES}
+    masks = {rule: jax.jit(partial(masks_of, cfg=make_draft(passes=4, label_mask=rule).cfg)) for rule in RULES}
 
     def find(batch, passes, rule="label"):
         return [np.flatnonzero(mask[0]).tolist() for mask in masks[rule](batch)[:passes]]
@@ -320,7 +324,7 @@ def test_bug_case_b01_the_first_answer_token_alone_has_a_gradient(draft, run, la
     first = np.zeros(batch.label_mask.shape, np.float32)
     first[3, 3] = 1.0  # prompt of three
     batch = batch._replace(label_mask=jnp.asarray(first))
-    assert float(pass_masks(batch, draft.cfg)[0].sum()) == 1.0
+    assert float(masks_of(batch, draft.cfg)[0].sum()) == 1.0
     (_, report), (gradients, _) = run(draft.params, target, batch, denominator(batch, draft.cfg))
     assert float(report.losses[0]) > 0
     learnable = np.argmax(target.hidden[3, 2] @ target.head) in draft.kept

@@ -12,7 +12,13 @@ import pytest
 
 from draftco_jax.drafts.base import TrainingContext
 from draftco_jax.drafts.blocks.body import head_logits
-from draftco_jax.drafts.blocks.training import block_labels, block_states, denominator, previous_tokens
+from draftco_jax.drafts.blocks.training import (
+    block_labels,
+    block_states,
+    denominator,
+    look_ahead,
+    previous_tokens,
+)
 from draftco_jax.drafts.dflash import training as dflash_training
 from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.drafts.dspark import training as dspark_training
@@ -99,7 +105,8 @@ def branches():
         def run(params, target, batch, anchors, keep):
             draft = graph.merge(params)
             states = block_states(draft, target, batch, anchors, keep)
-            previous = previous_tokens(batch, block_labels(batch, anchors, keep, cfg))
+            ahead = look_ahead(batch, cfg)
+            previous = previous_tokens(ahead, block_labels(ahead, anchors, keep, cfg))
             return states, head_logits(*draft.label_features(states, previous, target.head))
 
         return run

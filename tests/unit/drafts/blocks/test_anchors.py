@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draftco_jax.drafts.blocks.anchors import check_row_anchors, legal_anchors, select_anchors
-from draftco_jax.drafts.blocks.training import block_labels, block_positions
+from draftco_jax.drafts.blocks.training import block_labels, block_positions, look_ahead
 from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.errors import UserError
@@ -48,13 +48,13 @@ def rows(*given):
 
 def chosen(batch, cfg, key=KEY):
     """Anchors of each row as lists."""
-    anchors, keep = select_anchors(key, batch, cfg)
+    anchors, keep = select_anchors(key, look_ahead(batch, cfg), cfg)
     return [list(np.asarray(a)[np.asarray(k)]) for a, k in zip(anchors, keep, strict=True)]
 
 
 def test_bug_case_b01_the_last_prompt_token_is_an_anchor_and_the_last_answer_token_is_not():
     batch = rows([(1, [0, 0, 1, 1, 1, 0])])
-    assert list(np.flatnonzero(legal_anchors(batch, CFG)[0])) == [1, 2, 3]
+    assert list(np.flatnonzero(legal_anchors(look_ahead(batch, CFG), CFG)[0])) == [1, 2, 3]
     assert chosen(batch, CFG) == [[1, 2, 3]]
 
 
@@ -83,7 +83,7 @@ def test_every_legal_token_is_chosen_equally_often():
     batch, draws = rows([(1, [0] + [1] * 9)]), 600
     cfg = replace(CFG, num_anchors=3)
     keys = jax.random.split(jax.random.key(0), draws)
-    anchors, keep = jax.jit(jax.vmap(lambda key: select_anchors(key, batch, cfg)))(keys)
+    anchors, keep = jax.jit(jax.vmap(lambda key: select_anchors(key, look_ahead(batch, cfg), cfg)))(keys)
     counts = np.bincount(np.asarray(anchors)[np.asarray(keep)], minlength=10)
     assert counts[9] == 0 and counts.sum() == 3 * draws
     # Each count is binomial(600, 1/3): mean 200, deviation 11.5; five of them away is one in a million.
@@ -105,10 +105,11 @@ def test_row_anchors_is_the_compiled_size_and_too_many_anchors_are_refused_never
     batch = rows([(1, [0] + [1] * 5), (2, [0] + [1] * 4)])
     cfg = replace(CFG, num_anchors=4, row_anchors=8)
     check_row_anchors(batch, cfg)
-    anchors, keep = select_anchors(KEY, batch, cfg)
+    anchors, keep = select_anchors(KEY, look_ahead(batch, cfg), cfg)
     assert anchors.shape == (1, 8) and int(keep.sum()) == 8
     with pytest.raises(
-        UserError, match=r"row_anchors=7 must be >= 8, the anchors of packed row 0 .*; raise row_anchors"
+        UserError,
+        match=r"row_anchors=7 must be >= 8, the anchors .* of packed row 0 .*; raise row_anchors",
     ):
         check_row_anchors(batch, replace(cfg, row_anchors=7))
     check_row_anchors(batch, replace(cfg, row_anchors=None))
@@ -117,8 +118,10 @@ def test_row_anchors_is_the_compiled_size_and_too_many_anchors_are_refused_never
 
 def live(batch, cfg, anchors):
     """Index of each live label of the blocks at these anchors of row 0."""
-    found = block_labels(batch, jnp.asarray([anchors], jnp.int32), jnp.ones((1, len(anchors)), bool), cfg)
-    return [list(np.asarray(i)[np.asarray(m) > 0]) for i, m in zip(found.index[0], found.live[0], strict=True)]
+    found = block_labels(
+        look_ahead(batch, cfg), jnp.asarray([anchors], jnp.int32), jnp.ones((1, len(anchors)), bool), cfg
+    )
+    return [list(np.asarray(i)[np.asarray(m) > 0]) for i, m in zip(found.place[0], found.live[0], strict=True)]
 
 
 def test_labels_of_dflash_skip_what_is_not_supervised_and_those_of_dspark_end_there():

@@ -11,7 +11,7 @@ import pytest
 
 from draftco_jax.drafts.base import TrainingContext
 from draftco_jax.drafts.blocks.anchors import select_anchors
-from draftco_jax.drafts.blocks.training import denominator
+from draftco_jax.drafts.blocks.training import denominator, look_ahead
 from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.drafts.dspark.training import binary_cross_entropy, blocks_loss
 from draftco_jax.losses.draft import DraftLossConfig
@@ -98,7 +98,7 @@ def test_the_confidence_target_is_the_acceptance_at_temperature_one(make_case, l
     np.testing.assert_allclose(run(params, uniform)["confidence_loss"], np.log(2.0), rtol=1e-6)
 
     # A policy that is not uniform: 1 - TV at temperature 1, against which 0.5 has this error.
-    anchors, keep = select_anchors(KEY, batch, CFG)
+    anchors, keep = select_anchors(KEY, look_ahead(batch, CFG), CFG)
     found = []
     for row in range(5):
         for anchor in np.asarray(anchors)[row][np.asarray(keep)[row]]:

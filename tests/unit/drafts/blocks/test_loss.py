@@ -11,7 +11,7 @@ import pytest
 
 from draftco_jax.drafts.base import Target, TrainingContext
 from draftco_jax.drafts.blocks.anchors import select_anchors
-from draftco_jax.drafts.blocks.training import draft_acceptance, forward, likeliest
+from draftco_jax.drafts.blocks.training import draft_acceptance, forward, likeliest, look_ahead
 from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.losses.draft import DraftLossConfig
@@ -40,7 +40,7 @@ PLAIN_SPARK = DSparkConfig(**SIZES, block_size=3, markov_rank=5, enable_confiden
 
 def chosen(batch, cfg, places):
     """Anchors of each document, counted from its start."""
-    anchors, keep = (np.asarray(a) for a in select_anchors(KEY, batch, cfg))
+    anchors, keep = (np.asarray(a) for a in select_anchors(KEY, look_ahead(batch, cfg), cfg))
     segments, found = np.asarray(batch.segment_ids), []
     for row, start in places:
         own = [a for a in anchors[row][keep[row]] if segments[row, a] == segments[row, start]]
@@ -180,14 +180,16 @@ def test_acceptance_is_that_of_the_filtered_laws_however_the_drafts_are_chosen(m
 
     @jax.jit
     def run(params, target):
-        anchors, keep = select_anchors(KEY, batch, case.cfg)
+        anchors, keep = select_anchors(KEY, look_ahead(batch, case.cfg), case.cfg)
         ran = forward(case.graph.merge(params), target, batch, anchors, keep, context, with_teacher=True)
-        modes = (draft_acceptance(ran, target, batch, context, proposes_mode=m) for m in (True, False))
-        return ran.features, ran.blocks.index, *modes
+        modes = (draft_acceptance(ran, target, context, proposes_mode=m) for m in (True, False))
+        before = ran.blocks.place - 1  # on one device rows are extended at their end alone
+        return ran.features, before, *modes
 
-    features, index, of_mode, of_draw = run(case.params, target)
+    features, before, of_mode, of_draw = run(case.params, target)
     rows = np.arange(5)[:, None, None]
-    p = np.asarray(law(target.hidden[rows, np.asarray(index) - 1] @ target.head, sampling))
+    hidden = np.pad(target.hidden, ((0, 0), (0, 3), (0, 0)))
+    p = np.asarray(law(hidden[rows, np.asarray(before)] @ target.head, sampling))
     z = features @ target.head
     q, best = np.asarray(law(z, sampling)), np.argmax(z, axis=-1)
     np.testing.assert_allclose(np.moveaxis(of_draw, 0, -1), np.minimum(p, q).sum(-1), rtol=0, atol=2e-6)
@@ -210,7 +212,7 @@ def test_acceptance_without_the_policys_states_is_estimated_from_the_label_it_dr
         rows = batch._replace(tokens=tokens, label_logprobs=logprobs)
         known = target.hidden is not None
         ran = forward(case.graph.merge(params), target, rows, anchors, keep, context, with_teacher=known)
-        return [draft_acceptance(ran, target, rows, context, proposes_mode=m)[0, row, 0] for m in (True, False)]
+        return [draft_acceptance(ran, target, context, proposes_mode=m)[0, row, 0] for m in (True, False)]
 
     exact = run(case.params, batch.tokens, batch.label_logprobs, target)
     estimates = [

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from draftco_jax.context_parallel import WHOLE_ROWS
 from draftco_jax.drafts.base import TrainingContext
+from draftco_jax.drafts.labels import Ahead
 from draftco_jax.drafts.mtp.training import denominator, step_masks, steps_loss
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.numerics.sampling import SamplingConfig
@@ -28,7 +30,7 @@ def row(labels, segments=None):
     return PackedBatch(**{name: jnp.asarray(value) for name, value in (named | others).items()})
 
 
-masks_of_four_steps = jax.jit(lambda batch: step_masks(batch, 4))
+masks_of_four_steps = jax.jit(lambda batch: step_masks(Ahead(batch, 5, WHOLE_ROWS), 4))
 
 
 def live(batch, steps):

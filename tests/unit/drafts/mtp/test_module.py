@@ -10,7 +10,6 @@ import pytest
 from draftco_jax.drafts.base import Context, Features, Shared
 from draftco_jax.drafts.mtp import MTP
 from draftco_jax.drafts.mtp.config import MtpConfig
-from draftco_jax.models.attention import packed_causal_mask
 from draftco_jax.models.functional import split
 from draftco_jax.models.hf_weights import to_tensors
 from draftco_jax.models.qwen3 import Qwen3Config
@@ -30,7 +29,7 @@ def unroll(head, lay_out):
     @jax.jit
     def run(tokens, hidden, positions, segments):
         embeds = [embedding[look_ahead(tokens, k + 1)] for k in range(STEPS)]
-        return jnp.stack(head.merge().unroll(embeds, hidden, positions, packed_causal_mask(segments)))
+        return jnp.stack(head.merge().unroll(embeds, hidden, positions, segments))
 
     return lambda *arrays: np.asarray(run(*arrays))
 

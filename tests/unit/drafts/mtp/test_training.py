@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from draftco_jax.context_parallel import WHOLE_ROWS
 from draftco_jax.drafts.base import TrainingContext
+from draftco_jax.drafts.labels import Ahead
 from draftco_jax.drafts.mtp.training import denominator, step_masks, steps_loss
-from draftco_jax.models.attention import packed_causal_mask
 from draftco_jax.models.hf_weights import to_tensors
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.numerics.shift import look_ahead
@@ -255,11 +256,11 @@ def test_bug_case_b06_a_wrong_guess_is_never_read_back(head, run, packed):
     @jax.jit
     def favourites(params):
         draft, embeds = head.merge(params), [target.embedding[look_ahead(batch.tokens, 1)]]
-        outputs = draft.unroll(embeds, target.hidden, batch.positions, packed_causal_mask(batch.segment_ids))
+        outputs = draft.unroll(embeds, target.hidden, batch.positions, batch.segment_ids)
         return jnp.argmax(draft.norm(outputs[0]) @ target.head, axis=-1)
 
     guesses = np.asarray(favourites(head.params))
-    live = np.asarray(step_masks(batch, 2)).min(axis=0) > 0
+    live = np.asarray(step_masks(Ahead(batch, 3, WHOLE_ROWS), 2)).min(axis=0) > 0
     assert np.isin(guesses[live], unseen).sum() >= 3
     other = target._replace(embedding=target.embedding.at[unseen].set(5.0))
     count = denominator(batch, head.cfg, KEY)

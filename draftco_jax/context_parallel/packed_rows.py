@@ -1,0 +1,216 @@
+"""Packed rows as one device holds them: what models, drafts and losses ask of the layout they train under.
+
+`PackedRows()` is one device with whole rows. Otherwise the code runs inside a `shard_map` over `axes`: rows are split
+over `row_axes`, the tokens of each row over the context axis, in the order of a layout (`to_ranks`). The same code then
+serves both: attention goes round the ring, looking ahead exchanges halos, totals are summed over devices. Nothing that
+is computed depends on the number of ranks, up to the order of float32 sums.
+
+Letters: R rows and L tokens of this device, C ranks, N = C L, p pieces of w tokens each of a rank, n tokens of reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
+
+from draftco_jax.context_parallel.branch import Trunk, TrunkMode, branch_attention, ring_attention, share_trunk
+from draftco_jax.context_parallel.layouts import Split, Striped, Zigzag, from_ranks
+from draftco_jax.context_parallel.ring import RingSpec
+from draftco_jax.context_parallel.zigzag import anchor_range, causal_range, rank_of, with_halo
+from pallas_kernels.block_attention import KeyRange
+from pallas_kernels.branch_attention import Branch, Rule
+from pallas_kernels.manual_axes import cast
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """How packed rows are spread over devices, and how attention over them runs."""
+
+    ranks: int = 1
+    """C, the size of the context axis."""
+    context_axis: str | None = None
+    """Its name; None: every device holds whole rows."""
+    row_axes: tuple[str, ...] = ()
+    """Mesh axes that rows are split over."""
+    stripe: int | None = None
+    """Tokens of a stripe of the striped layout; None: zigzag. `pick_layout` says what balances better."""
+    implementation: str = "blockwise"
+    """Of both attention kernels."""
+    tile: int = 256
+    unroll: int = 1
+    """Ring steps in one loop body."""
+    trunk_mode: TrunkMode = "replay"
+    """How a trunk is served that is read more than once; `pick_trunk_mode` says what fits."""
+
+    def __post_init__(self) -> None:
+        """Refuse ranks without an axis to find them on."""
+        if self.ranks < 1:
+            raise ValueError(f"ranks={self.ranks} must be >= 1; 1 is no split")
+        if self.ranks > 1 and self.context_axis is None:
+            raise ValueError(
+                f"context_axis=None must name a mesh axis where ranks={self.ranks} > 1; 'context' is usual"
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that what a device holds differs over."""
+        return self.row_axes + (() if self.context_axis is None else (self.context_axis,))
+
+    # ---- places ----
+
+    def layout(self, local_tokens: int) -> Split:
+        """Layout of rows of which a device holds so many tokens."""
+        tokens = self.ranks * local_tokens
+        if self.ranks == 1:  # one piece, so that any length will do
+            return Striped(ranks=1, tokens=tokens, stripe=tokens)
+        if self.stripe is None:
+            return Zigzag(ranks=self.ranks, tokens=tokens)
+        return Striped(ranks=self.ranks, tokens=tokens, stripe=self.stripe)
+
+    def index(self, local_tokens: int) -> Int32[Array, " L"]:
+        """Place of this device's tokens in whole rows."""
+        return self.layout(local_tokens).index(rank_of(self.context_axis))
+
+    def whole(self, x: Shaped[Array, "R L *rest"]) -> Shaped[Array, "R N *rest"]:
+        """Whole rows in their natural order: for what decides over a row (4 bytes a token), never for states."""
+        if self.context_axis is None:
+            return x
+        return from_ranks(lax.all_gather(x, self.context_axis, axis=1, tiled=True), self.layout(x.shape[1]))
+
+    def local(self, x: Shaped[Array, "R N *rest"]) -> Shaped[Array, "R L *rest"]:
+        """This device's tokens of whole rows."""
+        return x if self.context_axis is None else x[:, self.index(x.shape[1] // self.ranks)]
+
+    # ---- looking ahead ----
+
+    def extend(self, tree: Tree, reach: int) -> Tree:
+        """Each piece of every array [R, L, ...] followed by the next `reach` tokens of the row: [R, p, w + reach, ...].
+
+        Zeros where the row ends. One exchange serves all shifts up to `reach` (`shifted`, `places`).
+        """
+
+        def one(x: Array) -> Array:
+            if self.ranks == 1:
+                return jnp.pad(x[:, None], ((0, 0), (0, 0), (0, reach)) + ((0, 0),) * (x.ndim - 2))
+            return with_halo(x, reach, self.layout(x.shape[1]), self.context_axis)
+
+        return jax.tree.map(one, tree)
+
+    def shifted(
+        self, extended: Shaped[Array, "R p e *rest"], steps: int, local_tokens: int
+    ) -> Shaped[Array, "R L *rest"]:
+        """y[t] = x[t + steps] of what `extend` gave, steps <= its reach."""
+        width = self.layout(local_tokens).piece
+        if not 0 <= steps <= extended.shape[2] - width:
+            raise ValueError(f"steps={steps} must be in 0..{extended.shape[2] - width}, the reach; extend by more")
+        ahead = extended[:, :, steps : steps + width]
+        return ahead.reshape(ahead.shape[0], local_tokens, *ahead.shape[3:])
+
+    def ahead(self, x: Shaped[Array, "R L *rest"], steps: int) -> Shaped[Array, "R L *rest"]:
+        """y[t] = x[t + steps] in the order of the row, whatever the document; zeros where the row ends."""
+        return self.shifted(self.extend(x, steps), steps, x.shape[1])
+
+    def places(self, local: Int[Array, "*n"], reach: int, local_tokens: int) -> Int[Array, "*n"]:
+        """Where these local tokens are in extended arrays whose pieces are laid one after another, [R, p * (w + n)].
+
+        The j-th token after one, j <= reach, stands j places after it.
+        """
+        width = self.layout(local_tokens).piece
+        return local // width * (width + reach) + local % width
+
+    # ---- attention ----
+
+    def causal(
+        self,
+        segment_ids: Int32[Array, "R L"],
+        positions: Int32[Array, "R L"],
+        *,
+        window: int | None = None,
+    ) -> KeyRange:
+        """Each token sees its own document up to itself, at most `window` tokens; padding sees nothing."""
+        return causal_range(segment_ids, positions, self.index(segment_ids.shape[1]), window=window)
+
+    def before_anchors(
+        self,
+        positions: Int32[Array, "R L"],
+        anchors: Int32[Array, "R A"],
+        live: Bool[Array, "R A"],
+        *,
+        rows: int,
+        window: int | None = None,
+    ) -> KeyRange:
+        """Each row of a block sees the document of its anchor (a local token) strictly before the anchor."""
+        index = self.index(positions.shape[1]).at[anchors].get(mode="promise_in_bounds")
+        starts = index - jnp.take_along_axis(positions, anchors, axis=1)
+        return anchor_range(index, starts, live, rows=rows, window=window)
+
+    def attention(
+        self,
+        q: Float[Array, "R L N H"],
+        k: Float[Array, "R L K H"],
+        v: Float[Array, "R L K H"],
+        seen: KeyRange,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> Float[Array, "R L N H"]:
+        """softmax(q k^T / sqrt(H)) v over what each query sees; query head n reads key-value head n // (N / K)."""
+        return ring_attention(q, k, v, seen, sinks, spec=self._ring(q))[0]
+
+    def trunk(self, k: Float[Array, "R L K H"], v: Float[Array, "R L K H"], *, reads: int = 1) -> Trunk:
+        """Keys and values that `branch_attention` reads `reads` times."""
+        return share_trunk(k, v, self._ring(k), mode=self.trunk_mode if reads > 1 else "replay")
+
+    def branch_attention(
+        self, q: Float[Array, "R G n N H"], trunk: Trunk, seen: KeyRange, branch: Branch | None, *, rule: Rule = "all"
+    ) -> Float[Array, "R G n N H"]:
+        """One softmax over the trunk and the keys of the own branch."""
+        return branch_attention(q, trunk, seen, branch, None, rule=rule, spec=self._ring(trunk.slots[0, 0], q))[0]
+
+    def _ring(self, keys: Array, q: Array | None = None) -> RingSpec:
+        width = keys.shape[-1] if q is None else q.shape[-1]
+        return RingSpec(
+            layout=self.layout(keys.shape[1]),
+            axis=self.context_axis,
+            scale=width**-0.5,
+            implementation=self.implementation,
+            tile=self.tile,
+            unroll=self.unroll,
+        )
+
+    # ---- over devices ----
+
+    def total(self, tree: Tree) -> Tree:
+        """Sum over all devices, the same on each."""
+        return self._over(lax.psum, self.axes, tree)
+
+    def largest(self, tree: Tree) -> Tree:
+        """Maximum over all devices, the same on each."""
+        return self._over(lax.pmax, self.axes, tree)
+
+    def row_total(self, tree: Tree) -> Tree:
+        """Sum over the devices that share rows with this one."""
+        return self._over(lax.psum, () if self.context_axis is None else (self.context_axis,), tree)
+
+    def once_a_row(self, x: Array) -> Array:
+        """What all devices of a row know counts on the first of them alone, so that a `total` counts it once."""
+        return x if self.context_axis is None else jnp.where(rank_of(self.context_axis) == 0, x, jnp.zeros_like(x))
+
+    def varying(self, tree: Tree) -> Tree:
+        """The same values, typed as differing over devices: gradients are then summed once, where this is undone."""
+        return jax.tree.map(lambda x: cast(x, frozenset(self.axes)), tree)
+
+    def _over(self, reduce: Callable[..., Array], axes: tuple[str, ...], tree: Tree) -> Tree:
+        if not axes:
+            return tree
+        return jax.tree.map(lambda x: reduce(cast(x, frozenset(axes)), axes), tree)
+
+
+WHOLE_ROWS = PackedRows()
+"""One device."""

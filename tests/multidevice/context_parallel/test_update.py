@@ -1,0 +1,131 @@
+"""The joint loss under context parallelism equals that of one device: loss, metrics, every gradient of both models.
+
+Policy and all trained draft families, packed ragged rows, temperature 0.8, labels and blocks that cross ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from draftco_jax.context_parallel import PackedRows
+from draftco_jax.drafts.dflash.config import DFlashConfig
+from draftco_jax.drafts.dspark.config import DSparkConfig
+from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.drafts.mtp.config import MtpConfig
+from draftco_jax.losses.draft import DraftLossConfig
+from draftco_jax.models.functional import initialise
+from draftco_jax.models.qwen3 import Qwen3Config
+from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.training.objective import GrpoConfig, ObjectiveSpec
+from draftco_jax.training.update import joint_loss, place_batch
+from draftco_jax.types import PackedBatch
+
+ROWS, TOKENS, VOCABULARY = 2, 64, 17
+# Documents: 4-token pieces at C = 8, so every one but the shortest crosses ranks, the first of row 1 all of them.
+LENGTHS = ((7, 1, 13, 2, 22, 5, 9), (50, 3, 4))
+POLICY = dataclasses.replace(
+    Qwen3Config.tiny(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32), num_attention_heads=4, head_dim=8
+)
+BY_DOCUMENT = DraftLossConfig(hard_cross_entropy=1.0, total_variation=1.0, normaliser="per_sequence")
+BLOCK = {"mask_token_id": 16, "num_hidden_layers": 2, "block_size": 4, "num_anchors": 3, "loss_decay_gamma": None}
+DRAFTS = {
+    "eagle3": Eagle3Config.for_target(POLICY, passes=3),
+    "dflash": DFlashConfig.for_target(
+        POLICY, **BLOCK, layer_types=("full_attention", "sliding_attention"), sliding_window=6
+    ),
+    "dspark": DSparkConfig.for_target(POLICY, **BLOCK, markov_rank=4),
+    "mtp": MtpConfig.for_target(POLICY, steps=3, loss=BY_DOCUMENT),
+}
+# float32 sums in another order, relative to the largest entry of a gradient; measured 2e-7 to 1e-6.
+CLOSE = 4e-6
+
+
+def batch_of_rows() -> PackedBatch:
+    rng = np.random.default_rng(0)
+    arrays = {name: np.zeros((ROWS, TOKENS), np.int32) for name in ("tokens", "positions", "segment_ids", "sample_ids")}
+    mask = np.zeros((ROWS, TOKENS), np.float32)
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for segment, length in enumerate(lengths, 1):
+            span = slice(start, start + length)
+            arrays["positions"][row, span], arrays["segment_ids"][row, span] = np.arange(length), segment
+            arrays["sample_ids"][row, span] = 100 * row + segment
+            mask[row, start + min(length - 1, int(rng.integers(1, 4))) : start + length] = length > 1
+            start += length
+    arrays["tokens"] = rng.integers(0, VOCABULARY, (ROWS, TOKENS)).astype(np.int32)
+    logprobs = (rng.normal(-2.8, 0.2, mask.shape) * mask).astype(np.float32)
+    advantages = (rng.normal(0, 1, mask.shape) * mask).astype(np.float32)
+    labels = {"label_mask": mask, "label_logprobs": logprobs, "label_advantages": advantages, "label_rewards": mask}
+    return PackedBatch(**arrays, **labels)
+
+
+def packed_rows(ranks, stripe=None, **options):
+    return PackedRows(ranks=ranks, context_axis="context", row_axes=("data",), stripe=stripe, tile=16, **options)
+
+
+def mesh_of(ranks, data=1):
+    return Mesh(np.array(jax.devices()[: ranks * data]).reshape(data, ranks), ("data", "context"))
+
+
+class Setup:
+    """One family: models, batch, and its loss and gradients on one device."""
+
+    def __init__(self, family):
+        self.cfg = DRAFTS[family]
+        self.policy_graph, policy = initialise(POLICY.build, jax.random.key(1))
+        self.draft_graph, draft = initialise(self.cfg.build, jax.random.key(2))
+        # Weights of 0.02 make laws that are all but uniform; these are far from it.
+        policy, draft = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim == 2 else leaf, (policy, draft))
+        self.params, self.batch = {"policy": policy, "draft": draft}, batch_of_rows()
+        self.others = jax.tree.map(lambda leaf: leaf * 0.9, (policy, draft))  # reference policy, frozen draft
+        self.alone = self.on(PackedRows(tile=16))
+
+    def spec(self, packed):
+        return ObjectiveSpec(
+            policy_graph=self.policy_graph,
+            draft_graph=self.draft_graph,
+            draft_cfg=self.cfg,
+            algorithm=GrpoConfig(kl_coefficient=0.1),
+            sampling=SamplingConfig(temperature=0.8),
+            chunk_tokens=24,
+            draft_length=3,
+            packed=packed,
+        )
+
+    def on(self, packed, mesh=None, weight=1.0):
+        """Loss, metrics and gradients."""
+        spec = self.spec(packed)
+        run = jax.jit(jax.value_and_grad(joint_loss(spec, mesh), has_aux=True))
+        batch = self.batch if mesh is None else place_batch(self.batch, packed, mesh)
+        return jax.device_get(run(self.params, batch, jnp.float32(weight), *self.others, spec.draft_key(jnp.int32(3))))
+
+
+@pytest.fixture(scope="module", params=DRAFTS)
+def setup(request):
+    return Setup(request.param)
+
+
+def check(setup, found):
+    ((loss, metrics), gradients), ((one, expected_metrics), expected) = found, setup.alone
+    np.testing.assert_allclose(loss, one, rtol=1e-6)
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=2e-6, atol=1e-7, err_msg=name)
+    for (path, one), many in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(gradients), strict=True):
+        largest = np.abs(one).max()
+        assert largest > 0, f"{path}: nothing to compare with"
+        np.testing.assert_allclose(many, one, rtol=0, atol=CLOSE * largest, err_msg=jax.tree_util.keystr(path))
+
+
+def test_eight_ranks_equal_one(setup):
+    check(setup, setup.on(packed_rows(8), mesh_of(8)))
+
+
+def test_striped_ranks_beside_a_data_axis_equal_one_device(setup):
+    check(setup, setup.on(packed_rows(4, stripe=8, trunk_mode="gathered"), mesh_of(4, data=2)))
