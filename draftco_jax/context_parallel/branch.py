@@ -184,9 +184,7 @@ def _attend_fwd(
     flat = KeyRange(*(x.reshape(rows, groups * count) for x in seen))
     partial = ring_forward(q.reshape(rows, groups * count, heads, width), trunk.slots, flat, spec)
     partial = Partial(partial.out.reshape(q.shape), partial.lse.reshape(q.shape[:-1]))
-    out, lse = local_attention(
-        q, partial, branch, sinks, scale=spec.scale, rule=rule, implementation=spec.implementation
-    )
+    out, lse = local_attention(q, partial, branch, sinks, scale=spec.scale, rule=rule, implementation=spec.of_branches)
     out, lse = checkpoint_name(out, SAVED_NAMES[0]), checkpoint_name(lse, SAVED_NAMES[1])
     return (out, lse), (q, trunk.slots, flat, branch, sinks, out, lse)
 
@@ -199,7 +197,7 @@ def _attend_bwd(spec: RingSpec, rule: Rule, residuals: tuple, cotangents: tuple[
     d_lse = jnp.where(jnp.isneginf(lse), 0.0, d_lse)
     delta = jnp.sum(d_out.astype(stat) * out.astype(stat), axis=-1) - d_lse
     local = branch_attention_backward(
-        q, branch, sinks, lse, delta, d_out, scale=spec.scale, rule=rule, implementation=spec.implementation
+        q, branch, sinks, lse, delta, d_out, scale=spec.scale, rule=rule, implementation=spec.of_branches
     )
     rows, queries = flat.first.shape
     flatten = lambda x: x.reshape(rows, queries, *x.shape[3:])  # noqa: E731

@@ -43,7 +43,8 @@ class PackedRows:
     stripe: int | None = None
     """Tokens of a stripe of the striped layout; None: zigzag. `pick_layout` says what balances better."""
     implementation: str = "blockwise"
-    """Of both attention kernels."""
+    """Of the block op, and of the branch op unless that has its own."""
+    branch_implementation: str | None = None
     tile: int = 256
     unroll: int = 1
     """Ring steps in one loop body."""
@@ -180,6 +181,7 @@ class PackedRows:
             axis=self.context_axis,
             scale=width**-0.5,
             implementation=self.implementation,
+            branch_implementation=self.branch_implementation,
             tile=self.tile,
             unroll=self.unroll,
         )

@@ -46,6 +46,8 @@ class RingSpec:
     scale: float
     """Factor of the scores, usually head_dim ** -0.5."""
     implementation: str = "blockwise"
+    """Of the block op, and of the branch op unless that has its own."""
+    branch_implementation: str | None = None
     tile: int = 256
     unroll: int = 1
     """Ring steps in one loop body. Compiled for 8 H100, 1 overlaps every hop and needs less memory than 2, which saves
@@ -61,6 +63,11 @@ class RingSpec:
     def ranks(self) -> int:
         """Ranks of the ring."""
         return self.layout.ranks
+
+    @property
+    def of_branches(self) -> str:
+        """Implementation of the branch op."""
+        return self.branch_implementation or self.implementation
 
 
 def check_axis(spec: RingSpec) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 
@@ -23,7 +24,7 @@ from draftco_jax.models.functional import initialise
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.training.objective import GrpoConfig, ObjectiveSpec
-from draftco_jax.training.update import joint_loss, place_batch
+from draftco_jax.training.update import Optimizers, joint_loss, make_update, place_batch
 from draftco_jax.types import PackedBatch
 
 ROWS, TOKENS, VOCABULARY = 2, 64, 17
@@ -84,7 +85,7 @@ class Setup:
         policy, draft = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim == 2 else leaf, (policy, draft))
         self.params, self.batch = {"policy": policy, "draft": draft}, batch_of_rows()
         self.others = jax.tree.map(lambda leaf: leaf * 0.9, (policy, draft))  # reference policy, frozen draft
-        self.alone = self.on(PackedRows(tile=16))
+        self.alone = self.on(PackedRows(tile=16))()
 
     def spec(self, packed):
         return ObjectiveSpec(
@@ -98,12 +99,13 @@ class Setup:
             packed=packed,
         )
 
-    def on(self, packed, mesh=None, weight=1.0):
-        """Loss, metrics and gradients."""
+    def on(self, packed, mesh=None):
+        """Compiled: lambda -> loss, metrics and gradients."""
         spec = self.spec(packed)
         run = jax.jit(jax.value_and_grad(joint_loss(spec, mesh), has_aux=True))
         batch = self.batch if mesh is None else place_batch(self.batch, packed, mesh)
-        return jax.device_get(run(self.params, batch, jnp.float32(weight), *self.others, spec.draft_key(jnp.int32(3))))
+        rest = *self.others, spec.draft_key(jnp.int32(3))
+        return lambda weight=1.0: jax.device_get(run(self.params, batch, jnp.float32(weight), *rest))
 
 
 @pytest.fixture(scope="module", params=DRAFTS)
@@ -123,9 +125,23 @@ def check(setup, found):
         np.testing.assert_allclose(many, one, rtol=0, atol=CLOSE * largest, err_msg=jax.tree_util.keystr(path))
 
 
-def test_eight_ranks_equal_one(setup):
-    check(setup, setup.on(packed_rows(8), mesh_of(8)))
+def test_eight_ranks_equal_one_and_the_drafts_weight_does_not_reach_the_policy(setup):
+    run = setup.on(packed_rows(8), mesh_of(8))
+    together = run()
+    check(setup, together)
+    _, silent = run(0.0)
+    jax.tree.map(np.testing.assert_array_equal, silent["policy"], together[1]["policy"])
+    assert not any(leaf.any() for leaf in jax.tree.leaves(silent["draft"]))
 
 
+@pytest.mark.slow
 def test_striped_ranks_beside_a_data_axis_equal_one_device(setup):
-    check(setup, setup.on(packed_rows(4, stripe=8, trunk_mode="gathered"), mesh_of(4, data=2)))
+    check(setup, setup.on(packed_rows(4, stripe=8, trunk_mode="gathered"), mesh_of(4, data=2))())
+
+
+def test_a_mesh_is_asked_for_where_rows_are_spread_and_rows_must_be_stretches(setup):
+    with pytest.raises(ValueError, match=r"mesh=None must be the mesh with axes \('data', 'context'\)"):
+        make_update(setup.spec(packed_rows(2)), Optimizers(optax.sgd(1.0), None))
+    torn = setup.batch._replace(positions=setup.batch.positions + 1)
+    with pytest.raises(ValueError, match=r"positions\[0, 0\]=1 must be 0"):
+        place_batch(torn, packed_rows(2), mesh_of(2))
