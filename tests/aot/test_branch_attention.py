@@ -7,7 +7,7 @@ import pytest
 from draftco_jax.context_parallel.memory import backward_ring_bytes, forward_ring_bytes
 from draftco_jax.context_parallel.traffic import collectives, permuted_bytes
 from pallas_kernels import block_attention, branch_attention
-from pallas_kernels.deviceless import kernel_resources, peak_bytes, permutes
+from pallas_kernels.deviceless import gpu_target, kernel_resources, peak_bytes, permutes
 
 K = 1024
 PAPER_PEAK_BYTES = 7.5e9
@@ -74,8 +74,11 @@ def test_memory_of_one_rank_is_below_that_of_the_paper(program, implementation, 
     assert peak <= PAPER_PEAK_BYTES
 
 
-def test_no_kernel_spills_a_register(program, implementation):
+def test_no_kernel_spills_a_register_or_asks_for_more_shared_memory_than_there_is(program, implementation):
     found = kernel_resources(program.compiled)
     assert found
-    spilled = {name: kernel for name, kernel in found.items() if kernel.spill_bytes != 0}
-    assert not spilled
+    for name, kernel in found.items():
+        assert kernel.spill_bytes == 0, (name, kernel)
+        assert kernel.shared_bytes <= gpu_target("h100").shared_per_block, (name, kernel)
+        if "attention" in name or "branch" in name:
+            print(f"{implementation}: {name}: {kernel}")

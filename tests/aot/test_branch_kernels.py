@@ -1,55 +1,49 @@
-"""The branch kernels as compiled for an H100: nothing spills, and the registers leave room for two programs a core."""
+"""The kernels of branch attention alone, by every implementation for GPUs, as compiled for one H100."""
 
 from __future__ import annotations
-
-import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.block_attention import Partial
-from pallas_kernels.branch_attention import Branch, branch_attention, branch_attention_backward
-from pallas_kernels.branch_attention.shapes import SHAPES
+from pallas_kernels.branch_attention import IMPLEMENTATIONS, Branch, branch_attention, branch_attention_backward
 from pallas_kernels.deviceless import compile_for, gpu_mesh, kernel_resources
 
-# One of each route, head width and type; the named shapes that are left out differ in the number of branches.
-NAMES = ["eagle3_8k_pass7", "eagle3_8k_width64", "eagle3_8k_width256", "dflash_block16", "dspark_block8", "small_pass4"]
-REGISTERS_OF_A_CORE = 65536
-
-# From 0.11 on JAX says that Pallas will drop this backend; "jax_triton" is there for the day it does.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
+KERNELS = [name for name in sorted(IMPLEMENTATIONS) if name != "blockwise" and not name.endswith("interpret")]
+# branches, queries and keys of a branch: tokens of EAGLE-3 in the fourth pass, anchors of a block draft
+BRANCHES = {"eagle3": (1024, 1, 3), "block": (64, 16, 16)}
 
 
-@functools.cache
-def mesh():
-    return gpu_mesh("h100")
+@pytest.mark.parametrize("branches", BRANCHES.values(), ids=BRANCHES)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_no_kernel_spills_a_register(implementation, branches):
+    groups, count, keys = branches
+    options = {"scale": WIDTH**-0.5, "rule": "all", "implementation": implementation}
 
+    def both_ways(q, out, lse, k, v, live, delta):
+        branch = Branch(k, v, live)
+        out, lse = branch_attention(q, Partial(out, lse), branch, None, **options)
+        return out, lse, branch_attention_backward(q, branch, None, lse, delta, out, **options)
 
-@pytest.mark.parametrize("implementation", ["pallas", "jax_triton"])
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_spills(name, implementation):
-    if implementation == "jax_triton" and importlib.util.find_spec("jax_triton") is None:
-        pytest.skip("jax-triton is not installed")
-    shape = SHAPES[name]
-    d = shape.dims
-    options = {"scale": 0.1, "rule": shape.rule, "implementation": implementation}
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((1, groups, *dims), dtype)
 
-    def both(q, trunk, branch, sinks, delta, d_out):
-        out, lse = branch_attention(q, trunk, branch, sinks, **options)
-        return out, branch_attention_backward(q, branch, sinks, lse, delta, d_out, **options)
-
-    of = jax.ShapeDtypeStruct
-    q = of((1, d.branches, d.queries, d.heads, d.width), shape.dtype)
-    kv = of((1, d.branches, d.keys, d.kv_heads, d.width), shape.dtype)
-    lse = of(q.shape[:-1], jnp.float32)
-    branch = Branch(kv, kv, of((1, d.branches), jnp.bool_))
-    compiled = compile_for(
-        mesh(), both, q, Partial(of(q.shape, jnp.float32), lse), branch, of((d.heads,), jnp.float32), lse, q
+    queries, statistic = (count, HEADS, WIDTH), shape(count, HEADS, dtype=jnp.float32)
+    branch = shape(keys, KV_HEADS, WIDTH)
+    args = (
+        shape(*queries),
+        shape(*queries, dtype=jnp.float32),
+        statistic,
+        branch,
+        branch,
+        shape(dtype=jnp.bool_),
+        statistic,
     )
-    found = {key: kernel for key, kernel in kernel_resources(compiled).items() if key.startswith("branch_")}
-    assert len(found) == 2, sorted(found)  # one kernel each way
-    for key, kernel in found.items():
-        assert kernel.spill_bytes == 0 and kernel.stack_bytes == 0, (key, kernel)
-        assert 2 * kernel.registers * kernel.threads <= REGISTERS_OF_A_CORE, (key, kernel)
+    found = kernel_resources(compile_for(gpu_mesh("h100"), both_ways, *args))
+    own = {name: kernel for name, kernel in found.items() if name.startswith("branch_")}
+    assert len(own) >= 2, f"forward and backward are kernels of their own: {sorted(found)}"
+    for name, kernel in own.items():
+        print(f"{implementation}: {name}: {kernel}")
+        assert kernel.spill_bytes == 0, name
