@@ -63,7 +63,7 @@ class PermuteSpan:
 
 
 def permutes(hlo: str) -> list[PermuteSpan]:
-    """All permutes of a scheduled program, `compiled.as_text()`, in the order in which they are started."""
+    """All permutes of a scheduled program, `compiled.as_text()`; in each computation in the order of their starts."""
     program = HloText.of(hlo)
     times = program.times()
     return [
