@@ -113,8 +113,8 @@ def dims_of(q: Array, branch: Branch, *others: Array) -> Dims:
     dtypes = {jnp.dtype(x.dtype).name for x in (q, branch.keys, branch.values, *others)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16"}:
         raise ValueError(f"dtypes={sorted(dtypes)} must be one of float32, bfloat16, float16; cast or use 'blockwise'")
-    if q.size >= 2**31:
-        raise ValueError(f"q={q.shape} must have fewer than 2**31 numbers; split the rows")
+    if max(q.size, branch.keys.size) >= 2**31:
+        raise ValueError(f"q={q.shape}, keys={branch.keys.shape} must have fewer than 2**31 numbers; split the rows")
     return Dims(
         branches=rows * groups,
         queries=queries,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from typing import Any
 
 import jax
@@ -124,13 +125,15 @@ def _call(
     outputs: list[jax.ShapeDtypeStruct],
     constants: dict[str, Any],
 ) -> list[Array]:
-    jax_triton = _imported("jax_triton")
+    triton_call = _imported("jax_triton").triton_call
     pallas_calls.check_not_empty(outputs)
+    # Renamed in jax-triton 0.4.
+    results = "out_type" if "out_type" in inspect.signature(triton_call).parameters else "out_shape"
     return list(
-        jax_triton.triton_call(
+        triton_call(
             *inputs,
+            **{results: outputs},
             kernel=kernel(dims.route, direction),
-            out_shape=outputs,
             grid=(pallas_calls.programs(dims, launch, direction),),
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,

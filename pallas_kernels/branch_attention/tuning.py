@@ -103,7 +103,10 @@ class Tuning:
 
 
 def pick(dims: Dims, dtype: DTypeLike) -> Tuning:
-    """The table for sm_90 (H100, H200): no spilled registers, and at most 128 a thread where bfloat16 comes in."""
+    """The table for sm_90 (H100, H200), as compiled for it: no spilled registers with up to 16 keys.
+
+    Registers are all that was looked at. No GPU was there to time the kernels on.
+    """
     if dims.route == "few":
         tile = power_above(dims.rows) * dims.lanes
         return Tuning(
@@ -115,18 +118,24 @@ def pick(dims: Dims, dtype: DTypeLike) -> Tuning:
     wide = dims.lanes > 128
     if jnp.dtype(dtype) == jnp.float32:
         # Products of whole float32 run on the vector units, with their operands in registers: the smallest tile, and
-        # more threads to hold it.
+        # more threads to hold it. (Beyond 16 keys the forward spills all the same: right, but slow.)
         return Tuning(
             forward=Launch(rows=SMALLEST_DOT, num_warps=8 if dims.lanes > 64 else 4),
-            backward=Launch(rows=SMALLEST_DOT, num_warps=8),
+            backward=Launch(rows=SMALLEST_DOT, num_warps=_warps(dims, 8, 16)),
         )
     # 4096 numbers a tile are 32 a thread: the accumulator, and as much again for the trunk's out.
     rows = max(SMALLEST_DOT, min(power_above(dims.rows), 4096 // dims.lanes))
     return Tuning(
-        forward=Launch(rows=rows, num_warps=4),
+        forward=Launch(rows=rows, num_warps=_warps(dims, 4, 32)),
         # Besides its rows the backward holds keys, values and their gradients; more threads where these are wide.
-        backward=Launch(rows=rows, num_warps=8 if wide else 4),
+        backward=Launch(rows=rows, num_warps=_warps(dims, 8 if wide else 4, 32)),
     )
+
+
+def _warps(dims: Dims, least: int, numbers: int) -> int:
+    """Warps, so that a thread holds at most so many `numbers` of all keys of a branch: more than 16 keys need more."""
+    tile = max(power_above(dims.keys), SMALLEST_DOT) * dims.lanes
+    return min(max(least, tile // (32 * numbers)), 32)
 
 
 def _at_most(dims: Dims, branches: int) -> int:

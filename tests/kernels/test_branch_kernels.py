@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from pallas_kernels.block_attention import Partial
-from pallas_kernels.branch_attention import Branch, branch_attention, branch_attention_backward, tuning
+from pallas_kernels.branch_attention import Branch, branch_attention, branch_attention_backward, pallas_calls, tuning
 from pallas_kernels.branch_attention.shapes import SHAPES
 from pallas_kernels.branch_attention.tuning import Dims, Launch, Tuning
 
@@ -120,11 +122,43 @@ def test_refusals_of_sizes_say_what_and_why():
 def test_refusals_of_arguments_say_what_and_why():
     q, trunk, branch, sinks, _ = inputs(1, 3)
     options = {"scale": 0.3, "rule": "all"}
-    with pytest.raises(ValueError, match="implementation='pallas' must be compiled for a GPU, not 'cpu'"):
-        branch_attention(q, trunk, branch, sinks, implementation="pallas", **options)
+    for name in ("pallas", "jax_triton"):
+        with pytest.raises(ValueError, match=f"implementation='{name}' must be compiled for a GPU, not 'cpu'"):
+            branch_attention(q, trunk, branch, sinks, implementation=name, **options)
+    huge = jax.ShapeDtypeStruct((1, 2**20, 1, 32, 128), jnp.float32)
+    branches = Branch(huge, huge, jax.ShapeDtypeStruct((1, 2**20), jnp.bool_))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"must have fewer than 2\*\*31 numbers"):
+        jax.eval_shape(pallas_calls.dims_of, huge, branches)
     with pytest.raises(ValueError, match="dtypes=.*bfloat16.*float32.* must be one of"):
         mixed = branch._replace(keys=branch.keys.astype(jnp.bfloat16))
         branch_attention(q, trunk, mixed, sinks, implementation="pallas_interpret", **options)
     with pytest.raises(ValueError, match="must not be empty"):
         none = jax.tree.map(lambda x: x[:, :0], (q, trunk, branch))
         branch_attention(*none, None, implementation="pallas_interpret", **options)
+
+
+def test_a_missing_triton_is_refused_with_the_way_to_install_it(monkeypatch):
+    monkeypatch.setattr(pallas_calls, "target_platform", lambda: "gpu")
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    q, trunk, branch, sinks, _ = inputs(1, 3)
+    with pytest.raises(ValueError, match=r"must find the module jax_triton .*; pip install 'draftco\[cuda12\]'"):
+        branch_attention(q, trunk, branch, sinks, scale=0.3, rule="all", implementation="jax_triton")
+
+
+def test_interpreted_kernels_run_in_a_shard_map_that_does_not_check_types():
+    """With check_vma=True the interpreter's own loops are refused by JAX; that is said before they are tried."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("context",))
+    q, trunk, branch, _, _ = inputs(1, 3)
+
+    def mapped(implementation, check):
+        def local(q, trunk, branch):
+            return branch_attention(q, trunk, branch, None, scale=0.3, rule="all", implementation=implementation)
+
+        spec = PartitionSpec(None, "context")
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check))
+
+    with pytest.raises(ValueError, match=r"check_vma=True over \['context'\] must be False"):
+        mapped("pallas_interpret", True)(q, trunk, branch)
+    wanted, got = mapped("blockwise", True)(q, trunk, branch), mapped("pallas_interpret", False)(q, trunk, branch)
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
