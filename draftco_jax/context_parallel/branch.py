@@ -184,7 +184,11 @@ def _attend_fwd(
     flat = KeyRange(*(x.reshape(rows, groups * count) for x in seen))
     partial = ring_forward(q.reshape(rows, groups * count, heads, width), trunk.slots, flat, spec)
     partial = Partial(partial.out.reshape(q.shape), partial.lse.reshape(q.shape[:-1]))
-    out, lse = local_attention(q, partial, branch, sinks, scale=spec.scale, rule=rule, implementation=spec.of_branches)
+    out, lse = partial.out.astype(q.dtype), partial.lse
+    if branch is not None or sinks is not None:
+        out, lse = local_attention(
+            q, partial, branch, sinks, scale=spec.scale, rule=rule, implementation=spec.of_branches
+        )
     out, lse = checkpoint_name(out, SAVED_NAMES[0]), checkpoint_name(lse, SAVED_NAMES[1])
     return (out, lse), (q, trunk.slots, flat, branch, sinks, out, lse)
 
@@ -196,19 +200,21 @@ def _attend_bwd(spec: RingSpec, rule: Rule, residuals: tuple, cotangents: tuple[
     # A query without keys has a constant lse: whatever cotangent it is given goes nowhere.
     d_lse = jnp.where(jnp.isneginf(lse), 0.0, d_lse)
     delta = jnp.sum(d_out.astype(stat) * out.astype(stat), axis=-1) - d_lse
-    local = branch_attention_backward(
-        q, branch, sinks, lse, delta, d_out, scale=spec.scale, rule=rule, implementation=spec.of_branches
-    )
     rows, queries = flat.first.shape
     flatten = lambda x: x.reshape(rows, queries, *x.shape[3:])  # noqa: E731
     dq, d_slots = ring_backward(flatten(q), slots, flat, flatten(lse), flatten(delta), flatten(d_out), spec)
-    dq = (dq.reshape(q.shape) + local.q).astype(q.dtype)
-    d_branch = None
-    if branch is not None:
-        assert local.keys is not None and local.values is not None
-        d_branch = Branch(local.keys.astype(branch.keys.dtype), local.values.astype(branch.values.dtype), None)  # pyright: ignore[reportArgumentType]
-    d_sinks = None if sinks is None or local.sinks is None else local.sinks.astype(sinks.dtype)
-    return dq, Trunk(None, d_slots), None, d_branch, d_sinks  # pyright: ignore[reportArgumentType]
+    dq, d_branch, d_sinks = dq.reshape(q.shape), None, None
+    if branch is not None or sinks is not None:
+        local = branch_attention_backward(
+            q, branch, sinks, lse, delta, d_out, scale=spec.scale, rule=rule, implementation=spec.of_branches
+        )
+        dq = dq + local.q
+        d_sinks = None if sinks is None or local.sinks is None else local.sinks.astype(sinks.dtype)
+        if branch is not None:
+            assert local.keys is not None and local.values is not None
+            d_keys, d_values = local.keys.astype(branch.keys.dtype), local.values.astype(branch.values.dtype)
+            d_branch = Branch(d_keys, d_values, None)  # pyright: ignore[reportArgumentType]
+    return dq.astype(q.dtype), Trunk(None, d_slots), None, d_branch, d_sinks  # pyright: ignore[reportArgumentType]
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -80,9 +80,10 @@ def ring_forward(
     q: Float[Array, "R Tq N H"], slots: Float[Array, "S 2 R L K H"], seen: KeyRange, spec: RingSpec
 ) -> Partial:
     """Attention of this rank's queries over the whole trunk. With S = 1 the keys go round, with S = C they are here."""
+    if spec.ranks == 1:
+        return block_attention(q, slots[0, 0], slots[0, 1], seen, _keys_at(spec, jnp.int32(0)), **_options(spec))
     axes = _axes(spec, q, slots, *seen)
-    dtype = statistics_dtype(q.dtype)
-    start = empty_partial(q.shape, dtype, axes)
+    start = empty_partial(q.shape, statistics_dtype(q.dtype), axes)
     slots = cast(slots, axes)
 
     def work(so_far: Partial, kv: Array, step: Array) -> Partial:
@@ -98,10 +99,8 @@ def ring_forward(
         coming = _send(kv, spec)
         return (work(so_far, kv, step), coming), None
 
-    so_far, kv = start, slots[0]
-    if spec.ranks > 1:
-        steps = jnp.arange(spec.ranks - 1, dtype=jnp.int32)
-        (so_far, kv), _ = lax.scan(hop, (so_far, kv), steps, unroll=min(spec.unroll, spec.ranks - 1))
+    steps = jnp.arange(spec.ranks - 1, dtype=jnp.int32)
+    (so_far, kv), _ = lax.scan(hop, (start, slots[0]), steps, unroll=min(spec.unroll, spec.ranks - 1))
     return work(so_far, kv, jnp.int32(spec.ranks - 1))
 
 

@@ -4,7 +4,8 @@ Memory is that of one tile of scores. The bounds of the inner loop come from the
 that no query of a tile sees cost nothing. Rows that fit one tile are no loops at all: they are worked on side by side.
 Nothing here is differentiated: forward and backward are both given.
 
-Letters beside those of `records.py`: A query tiles, B key tiles, t tile, G = N / K.
+Letters beside those of `records.py`: A query tiles of t, B key tiles of u, G = N / K, x = G t: all queries of a tile
+that read one key-value head, so that every product is one plain matrix product for each of them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ NO_KEY = jnp.iinfo(jnp.int32).max
 class _Row(NamedTuple):
     """One row, cut into tiles."""
 
-    q: jax.Array  # [A, K, G, t, H]
-    k: jax.Array  # [B, K, t, H]
-    v: jax.Array  # [B, K, t, H]
-    first: jax.Array  # i32[A, t]
-    last: jax.Array  # i32[A, t]
+    q: jax.Array  # [A, K, x, H]
+    k: jax.Array  # [B, K, u, H]
+    v: jax.Array  # [B, K, u, H]
+    first: jax.Array  # i32[A, x]
+    last: jax.Array  # i32[A, x]
     low: jax.Array  # i32[A] first key tile seen
     high: jax.Array  # i32[A] one past the last
 
@@ -40,9 +41,9 @@ class _Row(NamedTuple):
 class _Query(NamedTuple):
     """What the backward knows of a tile of queries beside the queries."""
 
-    lse: jax.Array  # [A, K, G, t]
-    delta: jax.Array  # [A, K, G, t]
-    d_out: jax.Array  # [A, K, G, t, H]
+    lse: jax.Array  # [A, K, x]
+    delta: jax.Array  # [A, K, x]
+    d_out: jax.Array  # [A, K, x, H]
 
 
 def forward(
@@ -67,7 +68,7 @@ def forward(
             weights = jnp.exp(scores - safe[..., None])  # 0 where not visible
             keep = jnp.exp(top - safe)
             values = row.v[b]
-            added = jnp.einsum("kgqj,kjh->kgqh", weights.astype(values.dtype), values, preferred_element_type=stat)
+            added = jnp.einsum("kxj,kjh->kxh", weights.astype(values.dtype), values, preferred_element_type=stat)
             return new, total * keep + jnp.sum(weights, axis=-1), out * keep[..., None] + added
 
         top, total, out = cut.loop(row.low[a], row.high[a], step, start)
@@ -117,14 +118,12 @@ def backward(
                 visible = _visible(row.first[a], row.last[a], indices[b])
                 scores = _scores(queries, keys, visible, scale, stat)
                 weights = jnp.exp(scores - query.lse[a][..., None])
-                d_weights = jnp.einsum("kgqh,kjh->kgqj", cotangent, values, preferred_element_type=stat)
+                d_weights = jnp.einsum("kxh,kjh->kxj", cotangent, values, preferred_element_type=stat)
                 d_scores = weights * (d_weights - query.delta[a][..., None]) * scale
                 low = d_scores.astype(keys.dtype)
-                dq = dq + jnp.einsum("kgqj,kjh->kgqh", low, keys, preferred_element_type=stat)
-                own_k = jnp.einsum("kgqj,kgqh->kjh", low, queries, preferred_element_type=stat)
-                own_v = jnp.einsum(
-                    "kgqj,kgqh->kjh", weights.astype(cotangent.dtype), cotangent, preferred_element_type=stat
-                )
+                dq = dq + jnp.einsum("kxj,kjh->kxh", low, keys, preferred_element_type=stat)
+                own_k = _over_queries(low, queries, stat)
+                own_v = _over_queries(weights.astype(cotangent.dtype), cotangent, stat)
                 return dq, _add_at(dk, own_k, b), _add_at(dv, own_v, b)
 
             dq, dk, dv = cut.loop(row.low[a], row.high[a], step, start)
@@ -144,9 +143,9 @@ class _Cut:
         _, self.count_q, heads, _ = q.shape
         self.count_k, self.kv_heads = k.shape[1], k.shape[2]
         self.group = heads // self.kv_heads
-        self.tile = min(tile, max(self.count_q, self.count_k))
-        self.tiles_q = max(-(-self.count_q // self.tile), 1)
-        self.tiles_k = max(-(-self.count_k // self.tile), 1)
+        self.tile_q, self.tile_k = max(min(tile, self.count_q), 1), max(min(tile, self.count_k), 1)
+        self.tiles_q = max(-(-self.count_q // self.tile_q), 1)
+        self.tiles_k = max(-(-self.count_k // self.tile_k), 1)
         self.stat = statistics_dtype(q.dtype)
         self.tile_numbers = jnp.arange(self.tiles_q, dtype=jnp.int32)
 
@@ -162,40 +161,42 @@ class _Cut:
         return jax.vmap(fn)(xs) if one_tile else lax.map(fn, xs)
 
     def keys(self, x: Array, fill: int = 0) -> Array:
-        """[Tk] -> [B, t], padded with `fill`."""
-        return _pad(x, 0, self.tiles_k * self.tile, fill).reshape(self.tiles_k, self.tile)
+        """[Tk] -> [B, u], padded with `fill`."""
+        return _pad(x, 0, self.tiles_k * self.tile_k, fill).reshape(self.tiles_k, self.tile_k)
 
     def queries(self, x: Array) -> Array:
-        """[R, Tq, N, H] -> [R, A, K, G, t, H]."""
+        """[R, Tq, N, H] -> [R, A, K, x, H]."""
         rows, _, _, width = x.shape
-        x = _pad(x, 1, self.tiles_q * self.tile)
-        x = x.reshape(rows, self.tiles_q, self.tile, self.kv_heads, self.group, width)
-        return x.transpose(0, 1, 3, 4, 2, 5)
+        x = _pad(x, 1, self.tiles_q * self.tile_q)
+        x = x.reshape(rows, self.tiles_q, self.tile_q, self.kv_heads, self.group, width)
+        return x.transpose(0, 1, 3, 4, 2, 5).reshape(rows, self.tiles_q, self.kv_heads, -1, width)
 
     def queries_back(self, x: Array) -> Array:
-        """[R, A, K, G, t, H] -> [R, Tq, N, H]."""
-        rows, _, _, _, _, width = x.shape
-        x = x.transpose(0, 1, 4, 2, 3, 5).reshape(rows, self.tiles_q * self.tile, -1, width)
-        return x[:, : self.count_q]
+        """[R, A, K, x, H] -> [R, Tq, N, H]."""
+        rows, width = x.shape[0], x.shape[-1]
+        x = x.reshape(rows, self.tiles_q, self.kv_heads, self.group, self.tile_q, width).transpose(0, 1, 4, 2, 3, 5)
+        return x.reshape(rows, self.tiles_q * self.tile_q, -1, width)[:, : self.count_q]
 
     def keys_back(self, x: Array) -> Array:
-        """[R, B, K, t, H] -> [R, Tk, K, H]."""
+        """[R, B, K, u, H] -> [R, Tk, K, H]."""
         rows, _, _, _, width = x.shape
-        x = x.transpose(0, 1, 3, 2, 4).reshape(rows, self.tiles_k * self.tile, self.kv_heads, width)
+        x = x.transpose(0, 1, 3, 2, 4).reshape(rows, self.tiles_k * self.tile_k, self.kv_heads, width)
         return x[:, : self.count_k]
 
-    def rows(self, q: Array, k: Array, v: Array, seen: KeyRange, indices: Int32[Array, "B t"]) -> _Row:
+    def rows(self, q: Array, k: Array, v: Array, seen: KeyRange, indices: Int32[Array, "B u"]) -> _Row:
         """All inputs in tiles, and which tiles of keys each tile of queries sees."""
-        rows, size = q.shape[0], self.tiles_k * self.tile
+        rows, size = q.shape[0], self.tiles_k * self.tile_k
         kv = [
-            _pad(x, 1, size).reshape(rows, self.tiles_k, self.tile, self.kv_heads, -1).transpose(0, 1, 3, 2, 4)
+            _pad(x, 1, size).reshape(rows, self.tiles_k, self.tile_k, self.kv_heads, -1).transpose(0, 1, 3, 2, 4)
             for x in (k, v)
         ]
-        shape = (rows, self.tiles_q, self.tile)
+        shape = (rows, self.tiles_q, self.tile_q)
         first, last = (
-            _pad(x, 1, self.tiles_q * self.tile, fill).reshape(shape) for x, fill in zip(seen, (1, 0), strict=True)
+            _pad(x, 1, self.tiles_q * self.tile_q, fill).reshape(shape) for x, fill in zip(seen, (1, 0), strict=True)
         )
         low, high = tile_bounds(first, last, indices)
+        # The heads of a group stand one after the other.
+        first, last = (jnp.concatenate([x] * self.group, axis=-1) for x in (first, last))
         return _Row(self.queries(q), kv[0], kv[1], first, last, low, high)
 
 
@@ -218,14 +219,19 @@ def tile_bounds(
     return low, high
 
 
-def _visible(first: Int32[Array, " t"], last: Int32[Array, " t"], index: Int32[Array, " u"]) -> Bool[Array, "t u"]:
+def _visible(first: Int32[Array, " x"], last: Int32[Array, " x"], index: Int32[Array, " u"]) -> Bool[Array, "x u"]:
     return (index[None, :] >= first[:, None]) & (index[None, :] <= last[:, None])
 
 
-def _scores(q: Array, k: Array, visible: Bool[Array, "t u"], scale: float, stat: jnp.dtype) -> Array:
-    """[K, G, t, u], -inf where not visible, so that exp of it minus anything finite is exactly 0."""
-    scores = jnp.einsum("kgqh,kjh->kgqj", q, k, preferred_element_type=stat) * scale
-    return jnp.where(visible[None, None], scores, -jnp.inf)
+def _scores(q: Array, k: Array, visible: Bool[Array, "x u"], scale: float, stat: jnp.dtype) -> Array:
+    """[K, x, u], -inf where not visible, so that exp of it minus anything finite is exactly 0."""
+    scores = jnp.einsum("kxh,kjh->kxj", q, k, preferred_element_type=stat) * scale
+    return jnp.where(visible[None], scores, -jnp.inf)
+
+
+def _over_queries(weights: Array, values: Array, stat: jnp.dtype) -> Array:
+    """[K, x, u], [K, x, H] -> [K, u, H]. Turned first: XLA on a CPU is three times slower at it otherwise."""
+    return jnp.einsum("kjx,kxh->kjh", jnp.swapaxes(weights, 1, 2), values, preferred_element_type=stat)
 
 
 def _add_at(total: Array, part: Array, place: Array) -> Array:
