@@ -132,7 +132,8 @@ def ring_backward(
         start = cast(jnp.zeros_like(q, dtype=lse.dtype), axes)
         return lax.scan(slot, start, (slots, jnp.arange(spec.ranks, dtype=jnp.int32)))
 
-    own = slots[0]
+    # Not before this backward's own cotangent is there: sent earlier it would meet another ring's last hop.
+    own, d_out = lax.optimization_barrier((slots[0], d_out)) if last else (slots[0], d_out)
     coming = _send(own, spec) if last else own
     dq, at_home = work(own, 0)
     if not last:
