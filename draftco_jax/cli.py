@@ -81,13 +81,19 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
 
     bench = add(
-        "bench", _bench, "Compare draft families on a shipped policy: accepted length and speed.", "drafts --json"
+        "bench",
+        _bench,
+        "Compare drafts on a shipped policy, or count work, bytes and memory of context-parallel attention.",
+        "drafts --json",
     )
-    bench.add_argument("name", choices=("drafts",), metavar="NAME", help="what to measure: drafts")
+    bench.add_argument("name", choices=tuple(_BENCHES), metavar="NAME", help="what to measure: drafts or attention")
     bench.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it")
     bench.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write it to FILE, or print it and nothing else"
     )
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="attention: draw it, .png or .svg")
+    bench.add_argument("--ranks", type=int, metavar="C", help="attention: ranks of what is compiled (default: 8)")
+    bench.add_argument("--fast", action="store_true", help="attention: leave out what is compiled for H100")
 
     doctor = add("doctor", _doctor, "Show versions, devices and accelerator plugins.", "--json doctor.json")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
@@ -137,6 +143,14 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _bench(options: argparse.Namespace) -> None:
+    _BENCHES[options.name](options)
+
+
+def _bench_drafts(options: argparse.Namespace) -> None:
+    for name in ("plot", "ranks", "fast"):
+        given = getattr(options, name)
+        if given is not None and given is not False:
+            raise UserError(f"--{name} is an option of `draftco bench attention`; leave it out")
     from draftco_jax.bench_drafts import BenchDraftsConfig, bench_drafts
     from draftco_jax.config_io import apply_overrides
 
@@ -156,6 +170,37 @@ def _bench(options: argparse.Namespace) -> None:
             f"{row['tokens_per_second']:>12.0f}{row['speedup']:>9.2f}x"
         )
     print(f"Plain decoding: {found['plain']['tokens_per_second']:.0f} tokens/s" + _written(options.json))
+
+
+def _bench_attention(options: argparse.Namespace) -> None:
+    from draftco_jax.bench_attention import BenchAttentionConfig, bench_attention
+    from draftco_jax.bench_attention.figure import check_suffix, write_figure
+    from draftco_jax.bench_attention.table import last_line, table
+    from draftco_jax.config_io import apply_overrides
+
+    if options.plot:
+        check_suffix(options.plot)
+    for option, path in (("--plot", options.plot), ("--json", options.json)):
+        if path and not Path(path).parent.is_dir():  # said now and not after minutes
+            raise UserError(f"{option} {path} cannot be written: there is no folder {Path(path).parent}; make it first")
+    given = [] if options.ranks is None else [f"ranks={options.ranks}"]
+    given += ["fast=true"] if options.fast else []
+    found = bench_attention(
+        apply_overrides(BenchAttentionConfig(), [*options.set, *given]),
+        lambda text: print(f"bench attention: {text}", file=sys.stderr, flush=True),
+    )
+    if options.plot:
+        write_figure(found, options.plot)
+    if options.json == "-":
+        print(json.dumps(found, indent=2))
+        return
+    if options.json:
+        _write_json(Path(options.json), found)
+    print(table(found))
+    print(last_line(found) + _written(" and ".join(str(path) for path in (options.json, options.plot) if path)))
+
+
+_BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {"drafts": _bench_drafts, "attention": _bench_attention}
 
 
 def _written(path: str | None) -> str:

@@ -17,7 +17,7 @@ ORDER = (
     ("weight_sync", "checkpoint", "metrics", "profiling", "report", "evaluation", "doctor"),
     ("config", "pretrain_config"),
     ("run", "pretrain_setup", "round_profile", "speed", "summary"),
-    ("loop", "pretrain", "warm_start", "bench_drafts"),
+    ("loop", "pretrain", "warm_start", "bench_drafts", "bench_attention"),
     ("cli",),
 )
 LINES = {room: number for number, rooms in enumerate(ORDER) for room in rooms}

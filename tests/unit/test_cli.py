@@ -20,7 +20,7 @@ OPTIONS = {
     "pretrain-draft": {"--config", "--set", "--run-dir", "--resume"},
     "config": {"--config", "--set"},
     "report": {"run_dir"},
-    "bench": {"name", "--set", "--json"},
+    "bench": {"name", "--set", "--json", "--plot", "--ranks", "--fast"},
     "doctor": {"--json"},
 }
 
