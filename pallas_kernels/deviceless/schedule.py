@@ -62,6 +62,55 @@ class PermuteSpan:
         return self.asynchronous and any(work.kind in ("loop", "kernel") for work in self.overlaps)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlacedPermute:
+    """A permute and its place in the order of its computation."""
+
+    span: PermuteSpan
+    start: int
+    """Works that are started before it."""
+    end: int
+    """Works that are started before it is waited for; `start` where it is waited for at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A computation that sends something: all its work, in the order in which it is started."""
+
+    computation: str
+    times: int | None
+    """How often it runs; None where the program does not say."""
+    works: tuple[Work, ...]
+    permutes: tuple[PlacedPermute, ...]
+
+
+def orders(hlo: str) -> list[Order]:
+    """The computations of a scheduled program, `compiled.as_text()`, that have permutes. Order only: no durations."""
+    program, found = HloText.of(hlo), []
+    times = program.times()
+    for name, lines in program.bodies.items():
+        spans = _spans(name, lines, times[name]) if times[name] != 0 else []
+        if not spans:
+            continue
+        operations = [operation for operation in map(Operation.of, lines) if operation is not None]
+        works = [(place, _work(operation)) for place, operation in enumerate(operations) if operation.opcode in _KINDS]
+        starts = {operation.name: place for place, operation in enumerate(operations)}
+        before = [sum(at < starts[span.name] for at, _ in works) for span in spans]
+        placed = [
+            PlacedPermute(span=span, start=first, end=first + len(span.overlaps))
+            for span, first in zip(spans, before, strict=True)
+        ]
+        found.append(
+            Order(
+                computation=name,
+                times=times[name],
+                works=tuple(work for _, work in works),
+                permutes=tuple(placed),
+            )
+        )
+    return found
+
+
 def permutes(hlo: str) -> list[PermuteSpan]:
     """All permutes of a scheduled program, `compiled.as_text()`; in each computation in the order of their starts."""
     program = HloText.of(hlo)
