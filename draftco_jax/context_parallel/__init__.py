@@ -31,15 +31,11 @@ from draftco_jax.context_parallel.memory import TrunkShape, pick_trunk_mode
 from draftco_jax.context_parallel.packed_rows import WHOLE_ROWS, PackedRows
 from draftco_jax.context_parallel.ring import RingSpec
 from draftco_jax.context_parallel.zigzag import (
-    LocalAnchors,
-    anchor_capacity,
     anchor_range,
     causal_range,
     check_documents,
     local_index,
-    own_anchors,
     shift_ahead,
-    windows_at,
     with_halo,
 )
 from pallas_kernels.block_attention import KeyRange
@@ -51,7 +47,6 @@ __all__ = [
     "Contiguous",
     "KeyRange",
     "Layout",
-    "LocalAnchors",
     "PackedRows",
     "RingSpec",
     "Rule",
@@ -61,7 +56,6 @@ __all__ = [
     "TrunkMode",
     "TrunkShape",
     "Zigzag",
-    "anchor_capacity",
     "anchor_range",
     "branch_attention",
     "causal_range",
@@ -69,7 +63,6 @@ __all__ = [
     "diagonal_branch",
     "from_ranks",
     "local_index",
-    "own_anchors",
     "pad_row",
     "padded_tokens",
     "pick_trunk_mode",
@@ -79,6 +72,5 @@ __all__ = [
     "sharded_ring_attention",
     "shift_ahead",
     "to_ranks",
-    "windows_at",
     "with_halo",
 ]

@@ -67,14 +67,17 @@ class PackedRows:
 
     # ---- places ----
 
-    def layout(self, local_tokens: int) -> Split:
-        """Layout of rows of which a device holds so many tokens."""
-        tokens = self.ranks * local_tokens
+    def row_layout(self, tokens: int) -> Split:
+        """Layout of rows of so many tokens; refused where the ranks cannot share them."""
         if self.ranks == 1:  # one piece, so that any length will do
             return Striped(ranks=1, tokens=tokens, stripe=tokens)
         if self.stripe is None:
             return Zigzag(ranks=self.ranks, tokens=tokens)
         return Striped(ranks=self.ranks, tokens=tokens, stripe=self.stripe)
+
+    def layout(self, local_tokens: int) -> Split:
+        """Layout of rows of which a device holds so many tokens."""
+        return self.row_layout(self.ranks * local_tokens)
 
     def index(self, local_tokens: int) -> Int32[Array, " L"]:
         """Place of this device's tokens in whole rows."""

@@ -8,9 +8,6 @@ Letters: C ranks, R rows, L tokens of a rank, p pieces of w tokens each of a ran
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,7 +15,6 @@ from jaxtyping import Array, Bool, Int, Int32, Shaped
 
 from draftco_jax.context_parallel.layouts import Layout, Split, Zigzag
 from pallas_kernels.block_attention import KeyRange
-from pallas_kernels.manual_axes import cast, varying_axes
 
 
 def rank_of(axis: str | None) -> Int32[Array, ""]:
@@ -132,60 +128,6 @@ def _heads_after_stripes(heads: Array, end: Array, ranks: int, axis: str | None)
     arrived = lax.ppermute(heads, axis, ring_hops(ranks, -1))
     of_first_rank = jnp.concatenate([arrived[:, 1:], end], axis=1)
     return jnp.where(lax.axis_index(axis) == ranks - 1, of_first_rank, arrived)
-
-
-def windows_at(
-    extended: Shaped[Array, "R p e *rest"], local: Int32[Array, "R A"], count: int, layout: Split
-) -> Shaped[Array, "R A n *rest"]:
-    """The `count` values from each of these local tokens on, out of `with_halo(x, steps)` with steps >= count - 1.
-
-    So labels of a block whose rows lie on another rank are at hand where its anchor is: no anchor is dropped.
-    """
-    w, length = layout.piece, extended.shape[2]
-    if not 1 <= count <= length - w + 1:
-        raise ValueError(
-            f"count={count} must be in 1..{length - w + 1}, what the halo reaches; make it with more steps"
-        )
-    flat = extended.reshape(extended.shape[0], -1, *extended.shape[3:])
-    place = (local // w * length + local % w)[:, :, None] + jnp.arange(count, dtype=jnp.int32)[None, None, :]
-    return jax.vmap(lambda values, i: values.at[i].get(mode="promise_in_bounds"))(flat, place)
-
-
-class LocalAnchors(NamedTuple):
-    """Anchors whose token is one of this rank's. Places that are not taken hold this rank's first token."""
-
-    place: jax.Array  # i32[R, A] which entry of the list of anchors
-    local: jax.Array  # i32[R, A] which of this rank's tokens
-    index: jax.Array  # i32[R, A] place in the whole sequence
-    live: jax.Array  # bool[R, A]
-    missing: jax.Array  # i32[R] anchors of this rank that found no place: must be 0, see `anchor_capacity`
-
-
-def own_anchors(
-    anchors: Int32[Array, "R a"], keep: Bool[Array, "R a"], layout: Split, axis: str | None, *, capacity: int
-) -> LocalAnchors:
-    """Those of the row's anchors (places in the whole sequence, the same list on all ranks) that this rank serves."""
-    rank = rank_of(axis)
-    mine = keep & (layout.owner(anchors) == rank)
-    # Own ones first, in their order: a stable sort by "not mine". Not argsort: inside shard_map jax 0.10 and 0.11 type
-    # its indices as equal on all ranks, and gradients through them would all go where rank 0's indices point.
-    entry = cast(jnp.broadcast_to(jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :], mine.shape), varying_axes(mine))
-    _, place = lax.sort((jnp.logical_not(mine), entry), dimension=1, is_stable=True, num_keys=1)
-    place = place[:, :capacity]
-    live = jnp.take_along_axis(mine, place, axis=1)
-    local = jnp.where(live, layout.local(jnp.take_along_axis(anchors, place, axis=1)), 0)
-    index = local_index(layout, axis).at[local].get(mode="promise_in_bounds")
-    missing = jnp.sum(mine, axis=1, dtype=jnp.int32) - jnp.sum(live, axis=1, dtype=jnp.int32)
-    return LocalAnchors(place, local, index, live, missing)
-
-
-def anchor_capacity(anchors: Int[np.ndarray, "R a"], keep: Bool[np.ndarray, "R a"], layout: Split) -> int:
-    """On the host: the most anchors that one rank serves in one of these rows, at least 1."""
-    owners = np.empty(layout.tokens, np.int64)
-    owners[layout.order()] = np.arange(layout.tokens) // layout.local_tokens
-    owner = owners[anchors]
-    counts = [np.bincount(o[k], minlength=1).max() for o, k in zip(owner, keep, strict=True)]
-    return max(int(max(counts, default=0)), 1)
 
 
 def ring_hops(ranks: int, step: int) -> tuple[tuple[int, int], ...]:

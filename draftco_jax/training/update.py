@@ -63,7 +63,7 @@ def make_update(spec: ObjectiveSpec, optimizers: Optimizers, mesh: Mesh | None =
 def place_batch(batch: PackedBatch, packed: PackedRows, mesh: Mesh) -> PackedBatch:
     """Whole rows from the host, put in the order of the ranks and spread over the mesh."""
     check_documents(np.asarray(batch.segment_ids), np.asarray(batch.positions))
-    layout = packed.layout(batch.tokens.shape[1] // packed.ranks)
+    layout = packed.row_layout(batch.tokens.shape[1])
     sharding = NamedSharding(mesh, batch_spec(packed))
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, layout.order()], sharding), batch)
 

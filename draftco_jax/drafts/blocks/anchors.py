@@ -65,13 +65,13 @@ def select_anchors(
 def check_row_anchors(batch: PackedBatch, cfg: Any, packed: PackedRows = WHOLE_ROWS) -> None:
     """Raise UserError, on the host, where a device may have more anchors of a row than the update is compiled for."""
     segments, labels = np.asarray(batch.segment_ids), np.asarray(batch.label_mask) > 0
-    local_tokens = segments.shape[1] // packed.ranks
-    capacity = _capacity(cfg, local_tokens)
+    layout = packed.row_layout(segments.shape[1])
+    capacity = _capacity(cfg, layout.local_tokens)
     legal = np.zeros(segments.shape, bool)
     legal[:, :-1] = (segments[:, :-1] > 0) & (segments[:, :-1] == segments[:, 1:]) & labels[:, 1:]
     if cfg.anchor_rule == "official":
         legal &= labels
-    order = packed.layout(local_tokens).order().reshape(packed.ranks, local_tokens)
+    order = layout.order().reshape(packed.ranks, -1)
     for row, (documents, ok) in enumerate(zip(segments, legal, strict=True)):
         # Of a document at most num_anchors are taken, all of them perhaps from the tokens of one device.
         counts = (np.bincount(documents[own][ok[own]]) for own in order)

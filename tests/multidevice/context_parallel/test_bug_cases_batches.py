@@ -58,23 +58,12 @@ def test_bug_case_b48_b49_documents_of_3_and_5_on_two_ranks_are_laid_out_once_an
     assert int((placed.segment_ids > 0).sum()) == 8
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=pytest.fail.Exception,
-    reason="place_batch asks for the layout of tokens // ranks * ranks tokens and takes only those: the last token of "
-    "13 and its label are lost without a word",
-)
 def test_report_08_bug_case_b47_a_row_of_13_tokens_on_two_ranks_is_refused():
     batch = pack_supervised(documents(13), 13, 1)
     with pytest.raises(ValueError, match="13.*16"):
         place_batch(batch, rows_on(2), mesh_of(2))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the length that is refused is tokens // ranks * ranks, so the message names 14 where the row has 15",
-)
 def test_report_08_bug_case_b47_the_refusal_names_the_length_of_the_row():
     batch = pack_supervised(documents(15), 15, 1)
     with pytest.raises(ValueError, match="tokens=15 .*16"):

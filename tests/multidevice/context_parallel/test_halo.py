@@ -9,14 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from draftco_jax.context_parallel import (
+    PackedRows,
     Striped,
     Zigzag,
     from_ranks,
     local_index,
     shift_ahead,
     to_ranks,
-    windows_at,
-    with_halo,
 )
 from draftco_jax.numerics.shift import look_ahead, same_document
 
@@ -83,12 +82,16 @@ def test_labels_of_every_block_are_at_hand(cases, layout):
     """x[a + 1 .. a + 5] for every token a of the row, also where they lie on another rank."""
     x = jnp.arange(256, dtype=jnp.int32).reshape(2, 128)
 
+    packed = PackedRows(ranks=layout.ranks, context_axis=AXIS, stripe=getattr(layout, "stripe", None))
+    index = jnp.arange(layout.local_tokens, dtype=jnp.int32)
+
     def local(x):
-        every = jnp.broadcast_to(jnp.arange(layout.local_tokens, dtype=jnp.int32)[None], x.shape)
-        return windows_at(with_halo(x, 5, layout, AXIS, fill=-1), every, 6, layout)[:, :, 1:]
+        flat = packed.extend(x, 5).reshape(x.shape[0], -1)
+        places = packed.places(index, 5, layout.local_tokens)
+        return flat[:, places[:, None] + jnp.arange(1, 6, dtype=jnp.int32)[None, :]]
 
     got = from_ranks(on_ranks(cases, layout, local, TOKENS)(to_ranks(x, layout)), layout)
-    wanted = np.pad(np.asarray(x), ((0, 0), (0, 5)), constant_values=-1)
+    wanted = np.pad(np.asarray(x), ((0, 0), (0, 5)))
     for j in range(5):
         np.testing.assert_array_equal(got[:, :, j], wanted[:, 1 + j : 129 + j])
 

@@ -9,13 +9,10 @@ import pytest
 from draftco_jax.context_parallel import (
     Striped,
     Zigzag,
-    anchor_capacity,
     anchor_range,
     causal_range,
     check_documents,
-    own_anchors,
     shift_ahead,
-    windows_at,
     with_halo,
 )
 from draftco_jax.context_parallel.zigzag import ring_hops
@@ -69,42 +66,12 @@ def test_shift_on_one_rank_is_look_ahead(layout, steps):
         np.testing.assert_array_equal(shift_ahead(x, steps, layout, None), look_ahead(x, steps))
 
 
-def test_windows_read_past_the_end_of_a_chunk():
-    layout = Zigzag(ranks=1, tokens=16)
-    x = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
-    local = jnp.asarray([[0, 6, 14], [5, 7, 13]], jnp.int32)
-    got = windows_at(with_halo(x, 3, layout, None, fill=-1), local, 4, layout)
-    wanted = np.pad(np.asarray(x), ((0, 0), (0, 3)), constant_values=-1)
-    for row in range(2):
-        for a, t in enumerate(np.asarray(local)[row]):
-            assert got[row, a].tolist() == wanted[row, t : t + 4].tolist()
-
-
 def test_halo_and_window_refusals():
     layout = Zigzag(ranks=1, tokens=16)
     with pytest.raises(ValueError, match=r"steps=9 must be in 0\.\.8"):
         with_halo(jnp.asarray(SEGMENTS), 9, layout, None)
-    with pytest.raises(ValueError, match=r"count=5 must be in 1\.\.4"):
-        windows_at(with_halo(jnp.asarray(SEGMENTS), 3, layout, None), jnp.zeros((2, 1), jnp.int32), 5, layout)
     with pytest.raises(ValueError, match="window=0 must be >= 1"):
         causal_range(jnp.asarray(SEGMENTS), jnp.asarray(POSITIONS), INDEX, window=0)
-
-
-def test_own_anchors_serves_all_or_counts_what_is_missing():
-    layout = Zigzag(ranks=1, tokens=16)
-    anchors, keep = jnp.asarray([[1, 5, 0, 9]], jnp.int32), jnp.asarray([[True, True, False, True]])
-    all_of_them = own_anchors(anchors, keep, layout, None, capacity=4)
-    assert all_of_them.index[0, :3].tolist() == [1, 5, 9] and all_of_them.live.tolist() == [[True] * 3 + [False]]
-    assert all_of_them.missing.tolist() == [0]
-    assert own_anchors(anchors, keep, layout, None, capacity=2).missing.tolist() == [1]
-
-
-def test_anchor_capacity_is_the_fullest_rank():
-    layout = Zigzag(ranks=2, tokens=16)  # rank 0: 0..3 and 12..15
-    anchors = np.array([[0, 1, 13, 5], [4, 5, 0, 0]], np.int32)
-    keep = np.array([[True, True, True, True], [True, True, False, False]])
-    assert anchor_capacity(anchors, keep, layout) == 3
-    assert anchor_capacity(anchors, np.zeros_like(keep), layout) == 1
 
 
 @pytest.mark.parametrize("step", [1, -1])
