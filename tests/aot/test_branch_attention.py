@@ -80,14 +80,13 @@ def test_three_passes_of_256k_tokens_need_less_memory_than_in_the_paper(programs
     peak = peak_bytes(program.compiled)
     print(f"{kernels}, 256K tokens, three passes: {peak / 1e9:.2f} GB a rank (paper: {PAPER_PEAK_BYTES / 1e9:.1f} GB)")
     assert peak <= PAPER_PEAK_BYTES
-    # Only the last hop of all may have nothing to run meanwhile, and it carries gradients.
+    # Between two passes nothing is computed here, so only the last hop of each, which carries gradients, may have
+    # nothing to run meanwhile. In a model the projections are there: test_joint_loss.py.
     spans, gradients = permutes(program.hlo), program.trunk.numbers * 4
     assert all(span.asynchronous for span in spans), spans
-    assert [(s.bytes, s.times) for s in spans if not s.hidden] in ([], [(gradients, 1)]), spans
-    # Where the first hop of a backward sends what one before it sent, XLA may send it once.
-    sent, hop = permuted_bytes(collectives(program.hlo)), program.trunk.numbers * program.trunk.number_bytes
-    whole = passes_bytes(program.trunk, programs.PASSES, "replay")
-    assert sent in [whole - saved * hop for saved in range(programs.PASSES)], (sent, whole, hop)
+    exposed = [(span.bytes, span.times) for span in spans if not span.hidden]
+    assert len(exposed) < programs.PASSES and set(exposed) <= {(gradients, 1)}, exposed
+    assert permuted_bytes(collectives(program.hlo)) == passes_bytes(program.trunk, programs.PASSES, "replay")
 
 
 def test_no_kernel_spills_a_register_or_asks_for_more_shared_memory_than_there_is(program, implementation):
