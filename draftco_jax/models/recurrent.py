@@ -1,0 +1,194 @@
+"""What token mixers with a recurrence share: where documents begin, tokens before a piece, the short convolution.
+
+A mixer must not carry anything from one packed document into the next. `documents` says which tokens are real and which
+begin a document; the convolution counts a tap of another document as 0. Under context parallelism the tokens before a
+piece lie on another rank: `preceded` fetches the last few, once for all taps.
+
+The convolution is depthwise, causal and `width` taps wide, with the newest token under the last tap:
+
+    y[t, c] = bias[c] + sum_{i < W} weight[c, i] * x[t - (W - 1 - i), c]        (accumulated in float32)
+
+Letters: R packed rows of T tokens, of which a device holds p pieces of w; B requests; C channels; W taps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int32, Shaped
+
+from draftco_jax.context_parallel import PackedRows, Zigzag
+from draftco_jax.models.layers import Initializer, parameter
+from draftco_jax.numerics.rows import slice_rows
+
+Tree = TypeVar("Tree")
+
+
+class Documents(NamedTuple):
+    """What a recurrence has to know of packed rows."""
+
+    real: jax.Array  # bool[R, T] tokens that take part
+    starts: jax.Array  # bool[R, T] real tokens before which the state is empty
+
+
+def documents(segment_ids: Int32[Array, "R T"], packed: PackedRows) -> Documents:
+    """Read off segment ids (0 = padding), wherever a document's first token and the token before it may lie."""
+    real = segment_ids > 0
+    return Documents(real, real & (segment_ids != behind(segment_ids, 1, packed)))
+
+
+# ---- tokens before a piece ----
+
+
+def behind(x: Shaped[Array, "R T *rest"], steps: int, packed: PackedRows) -> Shaped[Array, "R T *rest"]:
+    """y[t] = x[t - steps] in the order of the row, whatever the document; zeros before the row's start."""
+    return shifted_back(preceded(x, steps, packed), steps, x.shape[1])
+
+
+def preceded(tree: Tree, reach: int, packed: PackedRows) -> Tree:
+    """Each piece of every array [R, T, ...] after the `reach` tokens before it in the row: [R, p, reach + w, ...].
+
+    Zeros before the row's start. Only these `reach` tokens of each piece are sent, by two permutes for a zigzag and one
+    for stripes. `reach` is at most w where there are several ranks: a piece may not look beyond its neighbour.
+    """
+
+    def one(x: Array) -> Array:
+        if packed.ranks == 1:
+            return jnp.pad(x[:, None], ((0, 0), (0, 0), (reach, 0)) + ((0, 0),) * (x.ndim - 2))
+        layout = packed.layout(x.shape[1])
+        if reach > layout.piece:
+            raise ValueError(f"reach={reach} must be <= {layout.piece}, the tokens of a piece; use longer pieces")
+        pieces = x.reshape(x.shape[0], layout.pieces, layout.piece, *x.shape[2:])
+        tails = pieces[:, :, layout.piece - reach :]
+        before = _tails_before_zigzag if isinstance(layout, Zigzag) else _tails_before_stripes
+        return jnp.concatenate([before(tails, packed), pieces], axis=2)
+
+    return jax.tree.map(one, tree)
+
+
+def shifted_back(extended: Shaped[Array, "R p e *rest"], steps: int, tokens: int) -> Shaped[Array, "R T *rest"]:
+    """y[t] = x[t - steps] of what `preceded` gave for `tokens` tokens of this device, steps <= its reach."""
+    width = tokens // extended.shape[1]
+    reach = extended.shape[2] - width
+    if not 0 <= steps <= reach:
+        raise ValueError(f"steps={steps} must be in 0..{reach}, the reach; fetch more tokens with preceded")
+    back = extended[:, :, reach - steps : reach - steps + width]
+    return back.reshape(back.shape[0], tokens, *back.shape[3:])
+
+
+def _tails_before_zigzag(tails: Array, packed: PackedRows) -> Array:
+    """Before an early chunk lies that of the rank before (on the first one nothing), before a late chunk that of the
+    next rank (on the last one its own early chunk)."""
+    assert packed.context_axis is not None
+    early, late = tails[:, :1], tails[:, 1:]
+    rank, last = lax.axis_index(packed.context_axis), packed.ranks - 1
+    before_early = lax.ppermute(early, packed.context_axis, _ring(packed.ranks, 1))
+    before_late = lax.ppermute(late, packed.context_axis, _ring(packed.ranks, -1))
+    return jnp.concatenate(
+        [
+            jnp.where(rank == 0, jnp.zeros_like(early), before_early),
+            jnp.where(rank == last, early, before_late),
+        ],
+        axis=1,
+    )
+
+
+def _tails_before_stripes(tails: Array, packed: PackedRows) -> Array:
+    """Before a stripe lies that of the rank before; before the first rank's, the last rank's previous one."""
+    assert packed.context_axis is not None
+    arrived = lax.ppermute(tails, packed.context_axis, _ring(packed.ranks, 1))
+    of_last_rank = jnp.concatenate([jnp.zeros_like(arrived[:, :1]), arrived[:, :-1]], axis=1)
+    return jnp.where(lax.axis_index(packed.context_axis) == 0, of_last_rank, arrived)
+
+
+def _ring(ranks: int, step: int) -> tuple[tuple[int, int], ...]:
+    """Permutation of a ring, rank r to r + step: complete, so that no rank's input is undefined."""
+    return tuple((r, (r + step) % ranks) for r in range(ranks))
+
+
+# ---- the short convolution ----
+
+
+class ShortConvolution(nnx.Module):
+    """Parameters of a depthwise causal convolution: weight [C, W] (the newest token under the last tap), bias [C]."""
+
+    def __init__(self, channels: int, width: int, *, rngs: nnx.Rngs, bias: bool, axis: str) -> None:
+        if width < 1:
+            raise ValueError(f"width={width} must be >= 1; 1 looks at no earlier token")
+        self.width = width
+        self.weight = parameter(rngs, (channels, width), (axis, "taps"), _uniform(width**-0.5))
+        self.bias = parameter(rngs, (channels,), (axis,), nnx.initializers.zeros) if bias else None
+
+    def __call__(
+        self, x: Float[Array, "R T C"], segment_ids: Int32[Array, "R T"], packed: PackedRows
+    ) -> Float[Array, "R T C"]:
+        """Packed rows: taps of another document count 0, and so do all taps of padding."""
+        return convolve_packed(x, self.weight[...], self._bias(), segment_ids, packed)
+
+    def step(
+        self, x: Float[Array, "B T C"], window: Float[Array, "B P C"]
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B S C"]]:
+        """T tokens after the P = W - 1 inputs before them; also all S = P + T inputs, for `window_after`."""
+        return convolve_after(x, window, self.weight[...], self._bias())
+
+    def _bias(self) -> Array | None:
+        return None if self.bias is None else self.bias[...]
+
+
+def convolve_packed(
+    x: Float[Array, "R T C"],
+    weight: Float[Array, "C W"],
+    bias: Float[Array, " C"] | None,
+    segment_ids: Int32[Array, "R T"],
+    packed: PackedRows,
+) -> Float[Array, "R T C"]:
+    """The convolution of each document by itself, in the dtype of x."""
+    tokens, reach = x.shape[1], weight.shape[1] - 1
+    inputs, ids = preceded((x, segment_ids), reach, packed)
+    real = segment_ids > 0
+    taps = []
+    for steps in range(reach, -1, -1):
+        same = real & (shifted_back(ids, steps, tokens) == segment_ids)
+        taps.append(jnp.where(same[:, :, None], shifted_back(inputs, steps, tokens), jnp.zeros((), x.dtype)))
+    return _weighted(taps, weight, bias)
+
+
+def convolve_after(
+    x: Float[Array, "B T C"],
+    window: Float[Array, "B P C"],
+    weight: Float[Array, "C W"],
+    bias: Float[Array, " C"] | None,
+) -> tuple[Float[Array, "B T C"], Float[Array, "B S C"]]:
+    """The convolution of T tokens after a window of P = W - 1 inputs (zeros before a document), and all S inputs."""
+    if window.shape[1] != weight.shape[1] - 1:
+        raise ValueError(
+            f"window={window.shape} must hold {weight.shape[1] - 1} inputs, all taps but one; make it with empty_state"
+        )
+    inputs = jnp.concatenate([window.astype(x.dtype), x], axis=1)
+    taps = [inputs[:, i : i + x.shape[1]] for i in range(weight.shape[1])]
+    return _weighted(taps, weight, bias), inputs
+
+
+def window_after(inputs: Float[Array, "B S C"], kept: Int32[Array, " B"], width: int) -> Float[Array, "B P C"]:
+    """The window once `kept` of the tokens are read, of what `convolve_after` gave; `width` taps, P = width - 1."""
+    return slice_rows(inputs, kept, width - 1)
+
+
+def _weighted(taps: list[Array], weight: Array, bias: Array | None) -> Array:
+    """sum_i weight[:, i] * taps[i], oldest tap first, summed in float32; the dtype of the taps."""
+    weight32 = weight.astype(jnp.float32)
+    total = sum(tap.astype(jnp.float32) * weight32[None, None, :, i] for i, tap in enumerate(taps))
+    assert isinstance(total, jax.Array)  # a convolution has at least one tap
+    if bias is not None:
+        total = total + bias.astype(jnp.float32)[None, None]
+    return total.astype(taps[0].dtype)
+
+
+def _uniform(bound: float) -> Initializer:
+    """Uniform on [-bound, bound)."""
+    draw = nnx.initializers.uniform(2 * bound)
+    return lambda *args: draw(*args) - jnp.asarray(bound, args[2])
