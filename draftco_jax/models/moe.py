@@ -1,0 +1,233 @@
+"""Mixture of experts: each token passes through k of E small MLPs, whose outputs are added with the router's weights.
+
+Nothing is dropped and there is no capacity: assignments are sorted by expert, and each matmul is one grouped matmul
+(`jax.lax.ragged_dot`) over rows that lie expert by expert. A row's result does not depend on the rows beside it.
+
+    swiglu           gate, up = halves of W_gu x;         down(silu(gate) * up)                    Qwen3, Qwen3.5
+    clamped_swiglu   gate, up = even and odd of W_gu x + b_gu; gate <= limit, |up| <= limit;
+                     down(gate * sigmoid(alpha * gate) * (up + 1)) + b_down                        GPT-OSS
+    relu2            down(relu(up x)^2)                                                            Nemotron-H
+
+Matmuls take the dtype of x and accumulate in float32; activations and the weighted sum are float32.
+
+Letters: n tokens, M = n * k assignments, E experts, D model width, I expert width, W = 2I (gated) or I, b batch dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from draftco_jax.models.layers import GatedMLP, Initializer, Linear, parameter
+from draftco_jax.models.moe_routing import Router, RouterConfig, Routing
+from pallas_kernels.manual_axes import cast, varying_axes
+
+ExpertKind = Literal["swiglu", "clamped_swiglu", "relu2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Sizes of one mixture layer; field names are those of the published config.json files."""
+
+    hidden_size: int
+    moe_intermediate_size: int
+    router: RouterConfig
+    expert: ExpertKind = "swiglu"
+    shared_expert_intermediate_size: int = 0
+    """Width of the expert that every token passes through; 0: none."""
+    shared_expert_gate: bool = False
+    """Multiply the shared expert's output by sigmoid(gate x), one number a token."""
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below 1 and parts that no family combines."""
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1; set it to the model's size")
+        if self.expert not in get_args(ExpertKind):
+            raise ValueError(f"expert={self.expert!r} must be one of {get_args(ExpertKind)}; take that of the family")
+        for name in ("swiglu_limit", "swiglu_alpha"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be > 0; GPT-OSS has 7 and 1.702")
+        if self.shared_expert_intermediate_size < 0:
+            raise ValueError(
+                f"shared_expert_intermediate_size={self.shared_expert_intermediate_size} must be >= 0; 0 is none"
+            )
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            raise ValueError("shared_expert_gate=True must have a shared expert; set shared_expert_intermediate_size")
+        if self.expert == "clamped_swiglu" and self.shared_expert_intermediate_size:
+            raise ValueError(
+                f"shared_expert_intermediate_size={self.shared_expert_intermediate_size} must be 0 with "
+                "expert='clamped_swiglu'; no published model has both"
+            )
+
+
+class SquaredReluMLP(nnx.Module):
+    """down(relu(up x)^2): Nemotron-H's shared expert and its dense MLP."""
+
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs, down_init: Initializer | None = None) -> None:
+        self.up_proj = Linear((width, hidden), ("embed", "mlp"), rngs=rngs)
+        self.down_proj = Linear((hidden, width), ("mlp", "embed"), rngs=rngs, init=down_init)
+
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """One projection up, one down."""
+        return self.down_proj(jnp.square(jax.nn.relu(self.up_proj(x))))
+
+
+class Experts(nnx.Module):
+    """The weights of all experts, or under expert parallelism of this rank's, stacked along the first dim.
+
+    `gate_up_proj` [E, D, 2I] (`up_proj` [E, D, I] for relu2) and `down_proj` [E, I, D]: [in, out] as everywhere here.
+    GPT-OSS files hold this layout, others its transpose.
+    """
+
+    def __init__(self, cfg: MoEConfig, *, rngs: nnx.Rngs, down_init: Initializer | None = None) -> None:
+        self.cfg = cfg
+        experts, width, hidden = cfg.router.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
+        normal, zeros = nnx.initializers.normal(0.02), nnx.initializers.zeros
+        if cfg.expert == "relu2":
+            self.up_proj = parameter(rngs, (experts, width, hidden), ("expert", "embed", "mlp"), normal)
+        else:
+            self.gate_up_proj = parameter(rngs, (experts, width, 2 * hidden), ("expert", "embed", "mlp"), normal)
+        self.down_proj = parameter(rngs, (experts, hidden, width), ("expert", "mlp", "embed"), down_init or normal)
+        if cfg.expert == "clamped_swiglu":
+            self.gate_up_proj_bias = parameter(rngs, (experts, 2 * hidden), ("expert", "mlp"), zeros)
+            self.down_proj_bias = parameter(rngs, (experts, width), ("expert", "embed"), zeros)
+
+    @property
+    def count(self) -> int:
+        """Experts held here."""
+        return self.down_proj[...].shape[0]
+
+    def __call__(
+        self, rows: Float[Array, "M D"], sizes: Int32[Array, " E"], ids: Int32[Array, " M"]
+    ) -> Float32[Array, "M D"]:
+        """Rows that lie expert by expert, `sizes` of each; `ids` are their experts, ascending.
+
+        Rows after the last group, whose ids are not below E, give values without meaning.
+        """
+        up = self.up_proj if self.cfg.expert == "relu2" else self.gate_up_proj
+        hidden = grouped_matmul(rows, up[...], sizes)
+        if self.cfg.expert == "clamped_swiglu":
+            hidden = hidden + rows_of(self.gate_up_proj_bias[...], ids)
+        out = grouped_matmul(activate(hidden, self.cfg).astype(rows.dtype), self.down_proj[...], sizes)
+        return out + rows_of(self.down_proj_bias[...], ids) if self.cfg.expert == "clamped_swiglu" else out
+
+
+def grouped_matmul(
+    rows: Float[Array, "M I"], kernels: Float[Array, "E I O"], sizes: Int32[Array, " E"]
+) -> Float32[Array, "M O"]:
+    """rows of group e @ kernels[e], in the dtype of the rows, accumulated and returned in float32."""
+    return jax.lax.ragged_dot(rows, kernels.astype(rows.dtype), sizes, preferred_element_type=jnp.float32)
+
+
+def rows_of(bias: Float[Array, "E O"], ids: Int32[Array, " M"]) -> Float32[Array, "M O"]:
+    """Each row's bias; 0 for an id that is not below E."""
+    return bias.astype(jnp.float32).at[ids].get(mode="fill", fill_value=0)
+
+
+def activate(hidden: Float32[Array, "M W"], cfg: MoEConfig) -> Float32[Array, "M I"]:
+    """The nonlinearity between the two matmuls."""
+    if cfg.expert == "relu2":
+        return jnp.square(jax.nn.relu(hidden))
+    if cfg.expert == "swiglu":
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        return jax.nn.silu(gate) * up
+    gate = jnp.minimum(hidden[:, 0::2], cfg.swiglu_limit)
+    up = jnp.clip(hidden[:, 1::2], -cfg.swiglu_limit, cfg.swiglu_limit)
+    return gate * jax.nn.sigmoid(cfg.swiglu_alpha * gate) * (up + 1.0)
+
+
+def mix(
+    experts: Experts,
+    x: Float[Array, "n D"],
+    ids: Int32[Array, "n k"],
+    weights: Float32[Array, "n k"],
+    first: Int32[Array, ""] | int = 0,
+) -> Float32[Array, "n D"]:
+    """Sum over a token's experts of weight * expert(x), for the experts first, first + 1, ... that are held here."""
+    tokens, k = ids.shape
+    local = ids.reshape(-1) - first
+    local = jnp.where((local >= 0) & (local < experts.count), local, experts.count)  # those held elsewhere come last
+    # Cast: inside shard_map a sort gives each result the type of its own operand.
+    place = cast(jnp.arange(tokens * k, dtype=jnp.int32), varying_axes(local))
+    local, order = jax.lax.sort((local, place), num_keys=1)
+    _, inverse = jax.lax.sort((order, place), num_keys=1)
+    sizes = jnp.sum(local[:, None] == jnp.arange(experts.count, dtype=jnp.int32)[None, :], axis=0, dtype=jnp.int32)
+    here = (local < experts.count)[:, None]
+    # By way of float32, so that the gradient of a token adds up those of its k rows in float32.
+    rows = x.astype(jnp.float32).at[order // k].get(mode="promise_in_bounds").astype(x.dtype)
+    # Both sides of the matmuls: what they make of rows outside all groups is not defined, and nor is its gradient.
+    out = experts(jnp.where(here, rows, jnp.zeros_like(rows)), sizes, local)
+    out = jnp.where(here, out, 0.0).at[inverse].get(mode="promise_in_bounds", unique_indices=True)
+    return jnp.sum(weights[..., None] * out.reshape(tokens, k, -1), axis=1)
+
+
+def mix_over_axis(
+    experts: Experts, x: Float[Array, "n D"], routing: Routing, axis: str, total: int
+) -> Float32[Array, "n D"]:
+    """`mix` inside shard_map, where each rank of `axis` holds its tokens and total / ranks consecutive experts.
+
+    All tokens of the axis go to every rank, each rank adds its experts' part for all of them, and the parts are summed
+    and split again. Exact whatever the load. It moves n * ranks rows in and out of each rank, and sorts all their
+    assignments there, however few are for its experts.
+    """
+    if experts.count * jax.lax.axis_size(axis) != total:
+        raise ValueError(
+            f"experts.count={experts.count} must be num_experts={total} / {jax.lax.axis_size(axis)} ranks of "
+            f"{axis!r}; split the expert dim of the weights over that axis"
+        )
+    gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True)
+    first = jax.lax.axis_index(axis) * experts.count
+    parts = mix(experts, gather(x), gather(routing.ids), gather(routing.weights), first)
+    return jax.lax.psum_scatter(parts, axis, scatter_dimension=0, tiled=True)
+
+
+class MoE(nnx.Module):
+    """Router, experts, and a shared expert where there is one."""
+
+    def __init__(self, cfg: MoEConfig, *, rngs: nnx.Rngs, down_init: Initializer | None = None) -> None:
+        self.cfg = cfg
+        self.gate = Router(cfg.hidden_size, cfg.router, rngs=rngs)
+        self.experts = Experts(cfg, rngs=rngs, down_init=down_init)
+        if cfg.shared_expert_intermediate_size:
+            build = SquaredReluMLP if cfg.expert == "relu2" else GatedMLP
+            self.shared_expert = build(
+                cfg.hidden_size, cfg.shared_expert_intermediate_size, rngs=rngs, down_init=down_init
+            )
+        if cfg.shared_expert_gate:
+            self.shared_expert_gate = Linear((cfg.hidden_size, 1), ("embed", "unit"), rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "*b D"], *, routing: Routing | None = None, expert_axis: str | None = None
+    ) -> tuple[Float[Array, "*b D"], Routing]:
+        """Output in the dtype of x, and where the tokens went.
+
+        `routing`: replay; its ids are used (but for tokens with an id of -1), the weights are the present router's.
+        `expert_axis`: the axis, inside shard_map, over which experts and tokens are split.
+        """
+        flat = x.reshape(-1, x.shape[-1])
+        recorded = None if routing is None else routing.ids.reshape(-1, self.cfg.router.num_experts_per_tok)
+        chosen = self.gate(flat, recorded)
+        if expert_axis is None:
+            y = mix(self.experts, flat, chosen.ids, chosen.weights)
+        else:
+            y = mix_over_axis(self.experts, flat, chosen, expert_axis, self.cfg.router.num_experts)
+        if self.cfg.shared_expert_intermediate_size:
+            y = y + self.shared(flat)
+        chosen = Routing(*(part.reshape(*x.shape[:-1], -1) for part in chosen))
+        return y.astype(x.dtype).reshape(x.shape), chosen
+
+    def shared(self, x: Float[Array, "n D"]) -> Float32[Array, "n D"]:
+        """The shared expert, gated or not."""
+        y = self.shared_expert(x).astype(jnp.float32)
+        if self.cfg.shared_expert_gate:
+            y = jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32)) * y
+        return y
