@@ -2,7 +2,7 @@
 
 A mixer must not carry anything from one packed document into the next. `documents` says which tokens are real and which
 begin a document; the convolution counts a tap of another document as 0. Under context parallelism the tokens before a
-piece lie on another rank: `preceded` fetches the last few, once for all taps.
+piece lie on another rank: `preceded` fetches the last few, once for all taps, and `states_before_pieces` the state.
 
 The convolution is depthwise, causal and `width` taps wide, with the newest token under the last tap:
 
@@ -13,6 +13,8 @@ Letters: R packed rows of T tokens, of which a device holds p pieces of w; B req
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -21,11 +23,12 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
-from draftco_jax.context_parallel import PackedRows, Zigzag
+from draftco_jax.context_parallel import PackedRows, Zigzag, from_ranks
 from draftco_jax.models.layers import Initializer, parameter
 from draftco_jax.numerics.rows import slice_rows
 
 Tree = TypeVar("Tree")
+State = TypeVar("State")
 
 
 class Documents(NamedTuple):
@@ -108,6 +111,26 @@ def _tails_before_stripes(tails: Array, packed: PackedRows) -> Array:
 def _ring(ranks: int, step: int) -> tuple[tuple[int, int], ...]:
     """Permutation of a ring, rank r to r + step: complete, so that no rank's input is undefined."""
     return tuple((r, (r + step) % ranks) for r in range(ranks))
+
+
+# ---- states before a piece ----
+
+
+def states_before_pieces(maps: Tree, empty: State, apply: Callable[[Tree, State], State], packed: PackedRows) -> State:
+    """State [R, p, ...] before each piece of this device, where a row begins with `empty` [R, ...].
+
+    `maps` [R, p, ...] say what each piece does to a state: apply(map of one piece, state before) = state after. The
+    maps of all C p pieces are gathered, and every device applies all of them in the order of the row: exact, at the
+    cost of C p applications and as many maps in memory, so with stripes keep C p small.
+    """
+    assert packed.context_axis is not None
+    axis, own = packed.context_axis, jax.tree.leaves(maps)[0].shape[1]
+    # Pieces are equally long, so they stand as tokens would where a piece is a token.
+    layout = (packed if packed.stripe is None else replace(packed, stripe=1)).layout(own)
+    gather = lambda y: jnp.moveaxis(from_ranks(lax.all_gather(y, axis, axis=1, tiled=True), layout), 1, 0)  # noqa: E731
+    _, before = lax.scan(lambda s, one: (apply(one, s), s), empty, jax.tree.map(gather, maps))
+    places = layout.index(lax.axis_index(axis))
+    return jax.tree.map(lambda y: jnp.moveaxis(y[places], 0, 1), before)
 
 
 # ---- the short convolution ----
