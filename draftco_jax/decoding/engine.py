@@ -168,9 +168,11 @@ def _prefill(
     Capacity covers the last token a request may commit and a full block of drafts after it, so no write is clamped.
     """
     batch = request.prompts.shape[0]
-    cache = policy.empty_cache(batch, _capacity(shape, lookahead))
+    cache = policy.empty_cache(batch, _capacity(shape, lookahead), lookahead)
     start = jnp.zeros((batch,), jnp.int32)
-    hidden, taps, cache = policy.step(request.prompts, start, cache, tap_layers=tap_layers)
+    hidden, taps, cache = policy.step(
+        request.prompts, start, cache, tap_layers=tap_layers, lengths=request.prompt_lengths
+    )
     return policy.logits(row_at(hidden, request.prompt_lengths - 1)), _Prompt(taps, hidden), cache
 
 

@@ -15,10 +15,12 @@ def attend(
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v over the slots the mask allows, grouped-query, scores and softmax in float32.
 
-    Query head n reads key-value head n // (N / K). Result in the dtype of the queries.
+    Query head n reads key-value head n // (N / K). A sink is a score of each head that takes weight and gives nothing.
+    Result in the dtype of the queries.
     """
     batch, tokens, heads, width = queries.shape
     kv_heads = keys.shape[1]
@@ -27,7 +29,12 @@ def attend(
     q = (q * (width**-0.5)).reshape(batch, kv_heads, tokens * group, width)
     scores = jnp.einsum("bkxh,bksh->bkxs", q, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, kv_heads, tokens, group, -1)
-    weights = jax.nn.softmax(jnp.where(mask[:, None, :, None, :], scores, MASKED_SCORE), axis=-1)
+    scores = jnp.where(mask[:, None, :, None, :], scores, MASKED_SCORE)
+    if sinks is not None:
+        sink = sinks.astype(scores.dtype).reshape(kv_heads, group)[None, :, None, :, None]
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)
+    weights = weights if sinks is None else weights[..., :-1]
     weights = weights.reshape(batch, kv_heads, tokens * group, -1).astype(values.dtype)
     out = jnp.einsum("bkxs,bksh->bkxh", weights, values)
     out = out.reshape(batch, kv_heads, tokens, group, width).transpose(0, 2, 1, 3, 4)

@@ -7,7 +7,7 @@ nothing but continuing from an earlier position.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,14 @@ class LayerCache(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """All layers of a model, and cos and sin of every slot's position.
+    """State of all layers of a model (`LayerCache` where it is attention), and cos and sin of every slot's position.
 
     The angles are computed once for all slots. Computed where they are used, they would be evaluated again for every
     head of every layer of every token, which costs a small model more than its matmuls.
     """
 
-    layers: tuple[LayerCache, ...]
-    cos: jax.Array  # f32[S, h]
+    layers: tuple[Any, ...]
+    cos: jax.Array  # f32[S, h], h = 0 where nothing is turned
     sin: jax.Array  # f32[S, h]
 
     @property

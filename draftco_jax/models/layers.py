@@ -10,6 +10,7 @@ shardings and checkpoints derive from that statement (`nnx.eval_shape`, the `log
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,56 +29,91 @@ def parameter(
     return nnx.Param(init(rngs.params(), tuple(shape), dtype), logical_axes=tuple(axes))
 
 
-class RMSNorm(nnx.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps), statistics in float32, result in the dtype of x."""
+NormRule = Literal["cast_first", "cast_last", "offset"]
+"""Where a norm casts from float32 to the dtype of its input, and what it multiplies by.
 
-    def __init__(self, width: int, *, eps: float, rngs: nnx.Rngs, axis: str = "embed") -> None:
-        self.eps = eps
-        self.weight = parameter(rngs, (width,), (axis,), nnx.initializers.ones)
+cast_first   weight * cast(x_hat)              Llama, Qwen3, GPT-OSS
+cast_last    cast(float32(weight) * x_hat)     Nemotron-H
+offset       cast((1 + weight) * x_hat)        Qwen3.5: the weight is stored around 0
+"""
+
+
+class RMSNorm(nnx.Module):
+    """y = weight * x_hat, x_hat = x / sqrt(mean(x^2) + eps) in float32, result in the dtype of x (`NormRule`)."""
+
+    def __init__(
+        self, width: int, *, eps: float, rngs: nnx.Rngs, axis: str = "embed", rule: NormRule = "cast_first"
+    ) -> None:
+        self.eps, self.rule = eps, rule
+        init = nnx.initializers.zeros if rule == "offset" else nnx.initializers.ones
+        self.weight = parameter(rngs, (width,), (axis,), init)
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         """Normalise the last dim."""
         x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        weight = jnp.expand_dims(self.weight[...].astype(x.dtype), range(x.ndim - 1))
-        return weight * (x32 * scale).astype(x.dtype)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        weight = jnp.expand_dims(self.weight[...], range(x.ndim - 1))
+        if self.rule == "cast_first":
+            return weight.astype(x.dtype) * normed.astype(x.dtype)
+        weight = weight.astype(jnp.float32)
+        return ((1.0 + weight if self.rule == "offset" else weight) * normed).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """y = x @ kernel, kernel [in, out], no bias."""
+    """y = x @ kernel (+ bias), kernel [in, out]."""
 
     def __init__(
-        self, shape: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs, init: Initializer | None = None
+        self,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        rngs: nnx.Rngs,
+        init: Initializer | None = None,
+        bias: bool = False,
     ) -> None:
         self.kernel = parameter(rngs, shape, axes, init or nnx.initializers.normal(0.02))
+        self.biased = bias
+        if bias:
+            self.bias = parameter(rngs, shape[1:], axes[1:], nnx.initializers.zeros)
 
     def __call__(self, x: Float[Array, "*b I"]) -> Float[Array, "*b O"]:
-        """Project the last dim."""
-        return x @ self.kernel[...].astype(x.dtype)
+        """Project the last dim in the dtype of x."""
+        y = x @ self.kernel[...].astype(x.dtype)
+        return y + jnp.expand_dims(self.bias[...].astype(x.dtype), range(x.ndim - 1)) if self.biased else y
 
 
 class LinearGroup(nnx.Module):
-    """Several bias-free projections of one input: y_i = x @ kernel_i.
+    """Several projections of one input: y_i = x @ kernel_i (+ bias_i).
 
     The kernels are trained and stored apart, under their own names. `fuse` lays them side by side, so that decoding,
     where a matmul is a pass over the weights, makes one pass instead of several.
     """
 
     def __init__(
-        self, width: int, widths: dict[str, int], axes: dict[str, str], *, rngs: nnx.Rngs, in_axis: str = "embed"
+        self,
+        width: int,
+        widths: dict[str, int],
+        axes: dict[str, str],
+        *,
+        rngs: nnx.Rngs,
+        in_axis: str = "embed",
+        bias: bool = False,
     ) -> None:
         self.widths = tuple(widths.values())
         self.names = tuple(widths)
-        self.fused = False
+        self.fused, self.biased = False, bias
         for name, out in widths.items():
-            setattr(self, name, Linear((width, out), (in_axis, axes[name]), rngs=rngs))
+            setattr(self, name, Linear((width, out), (in_axis, axes[name]), rngs=rngs, bias=bias))
 
     def fuse(self) -> None:
         """Replace the kernels by their concatenation along the output dim."""
-        kernels = [getattr(self, name).kernel[...] for name in self.names]
+        parts = [getattr(self, name) for name in self.names]
         for name in self.names:
             delattr(self, name)
-        self.kernel = nnx.Param(jnp.concatenate(kernels, axis=1), logical_axes=("embed", "fused"))
+        kernels = jnp.concatenate([part.kernel[...] for part in parts], axis=1)
+        self.kernel = nnx.Param(kernels, logical_axes=("embed", "fused"))
+        if self.biased:
+            self.bias = nnx.Param(jnp.concatenate([part.bias[...] for part in parts]), logical_axes=("fused",))
         self.fused = True
 
     def __call__(self, x: Float[Array, "*b I"]) -> tuple[Array, ...]:
@@ -85,6 +121,8 @@ class LinearGroup(nnx.Module):
         if not self.fused:
             return tuple(getattr(self, name)(x) for name in self.names)
         y = x @ self.kernel[...].astype(x.dtype)
+        if self.biased:
+            y = y + jnp.expand_dims(self.bias[...].astype(x.dtype), range(x.ndim - 1))
         ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]
         return tuple(jnp.split(y, ends, axis=-1))
 
@@ -116,8 +154,12 @@ def rotary_angles(
 def rotate(
     x: Float[Array, "B T n H"], angles: tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]
 ) -> Float[Array, "B T n H"]:
-    """Rotary position embedding on half-split pairs (x_i, x_{i + H/2}); the rotation is done in float32."""
+    """Rotary position embedding on half-split pairs (x_i, x_{i + h}) of the first 2h of H dims, done in float32.
+
+    Dims after the first 2h are left as they are (partial rotary).
+    """
     cos, sin = angles
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    turning, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    first, second = jnp.split(turning.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

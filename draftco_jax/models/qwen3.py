@@ -6,16 +6,19 @@ from dataclasses import dataclass
 
 from flax import nnx
 
-from draftco_jax.models.transformer import Decoder, DecoderConfig
+from draftco_jax.models.full_attention import FullAttention
+from draftco_jax.models.transformer import Block, DecoderConfig, pre_norm_block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
     """Sizes of a dense Qwen3 policy; field names are those of the published config.json."""
 
-    def build(self, rngs: nnx.Rngs) -> Decoder:
-        """The Flax module with freshly drawn weights."""
-        return Decoder(self, rngs=rngs)
+    def block(self, index: int, rngs: nnx.Rngs) -> Block:
+        """Every block: attention with per-head norms, SwiGLU."""
+        del index
+        attention = FullAttention(self.attention(qk_norm="cast_first"), rngs=rngs)
+        return pre_norm_block(self, ("self_attn", attention), self.gated_mlp(rngs), rngs)
 
     @classmethod
     def qwen3_8b(cls) -> Qwen3Config:

@@ -1,4 +1,4 @@
-"""The decoder-only transformer: whole packed rows for training, cached steps for decoding.
+"""The decoder-only policy: packed rows for training, cached steps for decoding; families say what a block is.
 
 Letters as in `layers`: B batch, T tokens, D width, N heads, K key-value heads, H head width, V vocabulary, plus
 A = number of taps * D, the width of the concatenated target features that a draft reads.
@@ -6,7 +6,7 @@ A = number of taps * D, the width of the concatenated target features that a dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +15,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from draftco_jax.context_parallel import WHOLE_ROWS, KeyRange, PackedRows
-from draftco_jax.models.attention import attend
-from draftco_jax.models.kv_cache import Cache, LayerCache, empty_cache, visible_slots, write
-from draftco_jax.models.layers import (
-    GatedMLP,
-    Linear,
-    LinearGroup,
-    RMSNorm,
-    parameter,
-    rotary_angles,
-    rotate,
-)
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+from draftco_jax.models.calls import CachedCall, PackedCall
+from draftco_jax.models.full_attention import AttentionSpec
+from draftco_jax.models.kv_cache import Cache, visible_slots
+from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, NormRule, RMSNorm, parameter
+from draftco_jax.models.rotary import Rotary
+
+Norm = Callable[[], RMSNorm]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and constants of a dense pre-norm decoder."""
+    """What every family states, and the parts that it makes of it; subclasses say what a block is.
+
+    Field names are those of the published config.json.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -48,6 +47,59 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit together."""
         check_sizes(self, ("vocab_size", "num_hidden_layers", "max_position_embeddings"))
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """What queries and keys are turned with; None: nothing."""
+        return Rotary(width=self.head_dim, theta=self.rope_theta)
+
+    @property
+    def norm_rule(self) -> NormRule:
+        """Rule of the norms of the residual stream."""
+        return "cast_first"
+
+    @property
+    def output_scale(self) -> float:
+        """Standard deviation of fresh projections back into the residual stream: 0.02 / sqrt(2 * layers)."""
+        return 0.02 / (2 * self.num_hidden_layers) ** 0.5
+
+    def make_norm(self, rngs: nnx.Rngs) -> RMSNorm:
+        """A norm of the residual stream."""
+        return RMSNorm(self.hidden_size, eps=self.rms_norm_eps, rngs=rngs, rule=self.norm_rule)
+
+    def attention(self, **changes: Any) -> AttentionSpec:
+        """The attention of a layer: plain grouped-query, with `changes`."""
+        sizes: dict[str, Any] = {
+            "hidden_size": self.hidden_size,
+            "heads": self.num_attention_heads,
+            "kv_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "eps": self.rms_norm_eps,
+            "out_scale": self.output_scale,
+        }
+        return AttentionSpec(**(sizes | changes))
+
+    def gated_mlp(self, rngs: nnx.Rngs) -> GatedMLP:
+        """SwiGLU of `intermediate_size`."""
+        down_init = nnx.initializers.normal(self.output_scale)
+        return GatedMLP(self.hidden_size, self.intermediate_size, rngs=rngs, down_init=down_init)
+
+    def block(self, index: int, rngs: nnx.Rngs) -> Block:
+        """Block `index` with freshly drawn weights."""
+        raise NotImplementedError
+
+    def build(self, rngs: nnx.Rngs) -> Decoder:
+        """The Flax module with freshly drawn weights."""
+        return Decoder(self, rngs=rngs)
+
+
+def pre_norm_block(cfg: DecoderConfig, mixer: tuple[str, nnx.Module], ffn: nnx.Module, rngs: nnx.Rngs) -> Block:
+    """A mixer (by its attribute name) and an MLP or experts, each after its norm: the block of most families."""
+    return Block(
+        mixer=("input_layernorm", *mixer),
+        ffn=("post_attention_layernorm", "mlp", ffn),
+        norm=lambda: cfg.make_norm(rngs),
+    )
 
 
 def check_sizes(cfg: Any, names: tuple[str, ...]) -> None:
@@ -68,64 +120,48 @@ def check_sizes(cfg: Any, names: tuple[str, ...]) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)} must be > 0; 1e-6 and 1e6 are usual")
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention with per-head RMSNorm on queries and keys before the rotation (Qwen3)."""
-
-    def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.heads, self.kv_heads, self.width = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-        q, kv = self.heads * self.width, self.kv_heads * self.width
-        self.qkv = LinearGroup(
-            cfg.hidden_size,
-            {"q_proj": q, "k_proj": kv, "v_proj": kv},
-            {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"},
-            rngs=rngs,
-        )
-        out_init = nnx.initializers.normal(0.02 / (2 * cfg.num_hidden_layers) ** 0.5)
-        self.o_proj = Linear((q, cfg.hidden_size), ("heads", "embed"), rngs=rngs, init=out_init)
-        self.q_norm = RMSNorm(self.width, eps=cfg.rms_norm_eps, rngs=rngs, axis="head_dim")
-        self.k_norm = RMSNorm(self.width, eps=cfg.rms_norm_eps, rngs=rngs, axis="head_dim")
-
-    def project(
-        self, x: Float[Array, "B T D"], angles: tuple[Array, Array]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Rotated queries and keys, and values."""
-        q, k, v = self.qkv(x)
-        split = lambda y, n: y.reshape(*y.shape[:2], n, self.width)  # noqa: E731
-        q = rotate(self.q_norm(split(q, self.heads)), angles)
-        k = rotate(self.k_norm(split(k, self.kv_heads)), angles)
-        return q, k, split(v, self.kv_heads)
-
-    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Merge the heads."""
-        return self.o_proj(heads.reshape(*heads.shape[:2], -1))
-
-
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + ffn(norm(x)); a block may lack either half.
 
-    def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
-        self.self_attn = Attention(cfg, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
-        down_init = nnx.initializers.normal(0.02 / (2 * cfg.num_hidden_layers) ** 0.5)
-        self.mlp = GatedMLP(cfg.hidden_size, cfg.intermediate_size, rngs=rngs, down_init=down_init)
+    Norms and halves are attributes under the family's published names, so that tensor names follow by a rule.
+    """
 
-    def __call__(
-        self, x: Array, angles: tuple[Array, Array], seen: KeyRange, packed: PackedRows
-    ) -> Float[Array, "B T D"]:
-        """Packed rows: keys are those of the row itself, wherever they are."""
-        q, k, v = self.self_attn.project(self.input_layernorm(x), angles)
-        x = x + self.self_attn.output(packed.attention(q, k, v, seen))
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __init__(
+        self, *, mixer: tuple[str, str, nnx.Module] | None, ffn: tuple[str, str, nnx.Module] | None, norm: Norm
+    ) -> None:
+        self.mixer_names = self.ffn_names = ("", "")
+        if mixer is not None:
+            self.mixer_names = mixer[:2]
+            setattr(self, mixer[0], norm())
+            setattr(self, mixer[1], mixer[2])
+        if ffn is not None:
+            self.ffn_names = ffn[:2]
+            setattr(self, ffn[0], norm())
+            setattr(self, ffn[1], ffn[2])
 
-    def step(
-        self, x: Array, angles: tuple[Array, Array], mask: Array, cache: LayerCache, start: Array
-    ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """A few new tokens: keys are written to the cache and read from it."""
-        q, k, v = self.self_attn.project(self.input_layernorm(x), angles)
-        cache = write(cache, k, v, start)
-        x = x + self.self_attn.output(attend(q, cache.keys, cache.values, mask))
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+    def __call__(self, x: Float[Array, "R T D"], call: PackedCall) -> Float[Array, "R T D"]:
+        """Packed rows."""
+        norm, mixer = self.mixer_names
+        if mixer:
+            x = x + getattr(self, mixer)(getattr(self, norm)(x), call)
+        return self._feed_forward(x)
+
+    def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: Any) -> Any:
+        """State of the mixer; () without one."""
+        mixer = self.mixer_names[1]
+        return getattr(self, mixer).empty_state(batch, capacity, lookahead, dtype) if mixer else ()
+
+    def step(self, x: Float[Array, "B T D"], state: Any, call: CachedCall) -> tuple[Float[Array, "B T D"], Any]:
+        """A few new tokens, whose past is in the state."""
+        norm, mixer = self.mixer_names
+        if mixer:
+            y, state = getattr(self, mixer).step(getattr(self, norm)(x), state, call)
+            x = x + y
+        return self._feed_forward(x), state
+
+    def _feed_forward(self, x: Array) -> Array:
+        norm, ffn = self.ffn_names
+        return x + getattr(self, ffn)(getattr(self, norm)(x)) if ffn else x
 
 
 class Decoder(nnx.Module):
@@ -140,8 +176,8 @@ class Decoder(nnx.Module):
         self.embed_tokens = parameter(
             rngs, (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), nnx.initializers.normal(0.02)
         )
-        self.layers = nnx.List([Block(cfg, rngs=rngs) for _ in range(cfg.num_hidden_layers)])
-        self.norm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs)
+        self.layers = nnx.List([cfg.block(i, rngs) for i in range(cfg.num_hidden_layers)])
+        self.norm = cfg.make_norm(rngs)
         if not cfg.tie_word_embeddings:
             self.lm_head = Linear((cfg.hidden_size, cfg.vocab_size), ("embed", "vocab"), rngs=rngs)
 
@@ -170,33 +206,45 @@ class Decoder(nnx.Module):
 
         Positions count 0, 1, 2, ... in each document: where it starts is read off them.
         """
-        angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_theta)
-        seen = packed.causal(segment_ids, positions)
+        rotary = self.cfg.rotary
+        call = PackedCall(positions, segment_ids, None if rotary is None else rotary.angles(positions), packed)
         x, outputs = self.embed(tokens), []
         for block in self.layers:
-            x = block(x, angles, seen, packed)
+            x = block(x, call)
             outputs.append(x)
         return self.norm(x), concatenate_taps(outputs, tap_layers)
 
     def step(
-        self, tokens: Int[Array, "B T"], start: Int[Array, " B"], cache: Cache, *, tap_layers: Sequence[int]
+        self,
+        tokens: Int[Array, "B T"],
+        start: Int[Array, " B"],
+        cache: Cache,
+        *,
+        tap_layers: Sequence[int],
+        lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A"], Cache]:
-        """The same for T new tokens at positions start, start + 1, ... whose past is in the cache."""
+        """The same for T new tokens at positions start, start + 1, ... whose past is in the cache.
+
+        `lengths`: the tokens are prompts of these lengths, padded; None: they are a call of lookahead + 1 tokens.
+        """
         count = tokens.shape[1]
-        angles = cache.angles_at(start, count)
-        mask = visible_slots(cache.capacity, start, count)
+        angles = None if self.cfg.rotary is None else cache.angles_at(start, count)
+        call = CachedCall(start, angles, visible_slots(cache.capacity, start, count), lengths)
         x, outputs, layers = self.embed(tokens), [], []
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            x, layer = block.step(x, angles, mask, layer, start)
+            x, layer = block.step(x, layer, call)
             outputs.append(x)
             layers.append(layer)
         return self.norm(x), concatenate_taps(outputs, tap_layers), cache._replace(layers=tuple(layers))
 
-    def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """Room for `capacity` tokens per request."""
+    def empty_cache(self, batch: int, capacity: int, lookahead: int = 0) -> Cache:
+        """Room for `capacity` tokens of each request, read in calls of lookahead + 1 tokens after the prompt."""
         cfg, dtype = self.cfg, self.embed_tokens[...].dtype
-        heads, width = cfg.num_key_value_heads, cfg.head_dim
-        return empty_cache(cfg.num_hidden_layers, batch, heads, capacity, width, cfg.rope_theta, dtype)
+        layers = tuple(block.empty_state(batch, capacity, lookahead, dtype) for block in self.layers)
+        if cfg.rotary is None:
+            return Cache(layers, jnp.zeros((capacity, 0)), jnp.zeros((capacity, 0)))
+        cos, sin = cfg.rotary.angles(jnp.arange(capacity)[None])
+        return Cache(layers, cos[0, :, 0], sin[0, :, 0])
 
 
 def concatenate_taps(outputs: Sequence[Array], tap_layers: Sequence[int]) -> Float[Array, "B T A"]:

@@ -28,30 +28,15 @@ from draftco_jax.drafts.chain_attention import ChainAttention
 from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.models.attention import attend
 from draftco_jax.models.kv_cache import Cache, LayerCache, visible_slots, write
-from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, parameter, rotary_angles, rotate
+from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, rotary_angles, rotate
 from draftco_jax.numerics.rows import row_at
 from draftco_jax.numerics.sampling import SamplingConfig, draw, law
 
 
-class OffsetRMSNorm(nnx.Module):
-    """y = (1 + weight) * x / sqrt(mean(x^2) + eps), in float32, result in the dtype of x."""
-
-    def __init__(self, width: int, *, eps: float, rngs: nnx.Rngs, axis: str = "embed") -> None:
-        self.eps = eps
-        self.weight = parameter(rngs, (width,), (axis,), nnx.initializers.zeros)
-
-    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        """Normalise the last dim."""
-        x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        weight = jnp.expand_dims(1.0 + self.weight[...].astype(jnp.float32), range(x.ndim - 1))
-        return (weight * (x32 * scale)).astype(x.dtype)
-
-
-def norm_of(cfg: MtpConfig, width: int, rngs: nnx.Rngs, axis: str = "embed") -> RMSNorm | OffsetRMSNorm:
+def norm_of(cfg: MtpConfig, width: int, rngs: nnx.Rngs, axis: str = "embed") -> RMSNorm:
     """A norm whose weight is stored as the style stores it; freshly drawn it multiplies by 1 either way."""
-    kind = OffsetRMSNorm if cfg.norms_store_offset else RMSNorm
-    return kind(width, eps=cfg.rms_norm_eps, rngs=rngs, axis=axis)
+    rule = "offset" if cfg.norms_store_offset else "cast_first"
+    return RMSNorm(width, eps=cfg.rms_norm_eps, rngs=rngs, axis=axis, rule=rule)
 
 
 class Heads(NamedTuple):
@@ -86,13 +71,8 @@ class MtpAttention(nnx.Module):
         q = q.reshape(*x.shape[:2], self.heads, -1)
         k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.width) for y in (k, v))
         gate = q[..., self.width :] if self.gated else None
-        q = self._turn(self.q_norm(q[..., : self.width]), angles)
-        return Heads(q, self._turn(self.k_norm(k), angles), v, gate)
-
-    def _turn(self, x: Float[Array, "B T n H"], angles: tuple[Array, Array]) -> Float[Array, "B T n H"]:
-        """Rotate the leading entries of each head."""
-        turned = rotate(x[..., : self.rotary_width], angles)
-        return jnp.concatenate([turned, x[..., self.rotary_width :]], axis=-1)
+        q = rotate(self.q_norm(q[..., : self.width]), angles)
+        return Heads(q, rotate(self.k_norm(k), angles), v, gate)
 
     def output(self, heads: Float[Array, "B T N H"], gate: Array | None) -> Float[Array, "B T D"]:
         """Gate and merge the heads."""

@@ -1,0 +1,114 @@
+"""The attention of all families: grouped-query over the whole document, with what each family adds by a field.
+
+    q, k, v = projections of x (+ biases);  q, k = per-head norms (`qk_norm`), then rotation
+    heads   = softmax over the visible keys, at most `window` of them, and the head's sink (`sinks`)
+    y       = o_proj(heads * sigmoid(gate)) (`gated`: q_proj gives each head its query and then its gate)
+
+Letters: B rows of a batch (R packed), T tokens, D width, N heads, K key-value heads, H head width, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from draftco_jax.models.attention import attend
+from draftco_jax.models.calls import CachedCall, PackedCall
+from draftco_jax.models.kv_cache import LayerCache, write
+from draftco_jax.models.layers import Linear, LinearGroup, NormRule, RMSNorm, parameter, rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What kind of attention a layer has."""
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    qk_norm: NormRule | None = None
+    """Rule of the norms of each head's queries and keys; None: no such norms."""
+    bias: bool = False
+    """Of all four projections."""
+    gated: bool = False
+    sinks: bool = False
+    window: int | None = None
+    """Keys a query sees at most, its own included."""
+    out_scale: float = 0.02
+    """Standard deviation that the output projection is drawn with."""
+
+
+class FullAttention(nnx.Module):
+    """A `Mixer`."""
+
+    def __init__(self, spec: AttentionSpec, *, rngs: nnx.Rngs) -> None:
+        self.spec = spec
+        q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.qkv = LinearGroup(
+            spec.hidden_size,
+            {"q_proj": 2 * q if spec.gated else q, "k_proj": kv, "v_proj": kv},
+            {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"},
+            rngs=rngs,
+            bias=spec.bias,
+        )
+        init = nnx.initializers.normal(spec.out_scale)
+        self.o_proj = Linear((q, spec.hidden_size), ("heads", "embed"), rngs=rngs, init=init, bias=spec.bias)
+        if spec.qk_norm is not None:
+            self.q_norm, self.k_norm = (
+                RMSNorm(spec.head_dim, eps=spec.eps, rngs=rngs, axis="head_dim", rule=spec.qk_norm) for _ in range(2)
+            )
+        if spec.sinks:
+            self.sinks = parameter(rngs, (spec.heads,), ("heads",), nnx.initializers.zeros)
+
+    def __call__(self, x: Float[Array, "R T D"], call: PackedCall) -> Float[Array, "R T D"]:
+        """Packed rows: keys are those of the row itself, wherever they are."""
+        q, k, v, gate = self._project(x, call.angles)
+        seen = call.packed.causal(call.segment_ids, call.positions, window=self.spec.window)
+        return self._output(call.packed.attention(q, k, v, seen, self._sinks()), gate)
+
+    def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: Any) -> LayerCache:
+        """A key-value cache of zeros; what lies past `start` is overwritten, so there is nothing to roll back."""
+        del lookahead
+        zeros = jnp.zeros((batch, self.spec.kv_heads, capacity, self.spec.head_dim), dtype)
+        return LayerCache(zeros, zeros)
+
+    def step(
+        self, x: Float[Array, "B T D"], state: LayerCache, call: CachedCall
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        """New tokens: their keys are written to the cache and read from it."""
+        q, k, v, gate = self._project(x, call.angles)
+        state = write(state, k, v, call.start)
+        mask = call.visible
+        if self.spec.window is not None:
+            place = call.start[:, None] + jnp.arange(x.shape[1], dtype=call.start.dtype)[None, :]
+            slots = jnp.arange(mask.shape[2], dtype=call.start.dtype)[None, None, :]
+            mask = mask & (slots > (place - self.spec.window)[:, :, None])
+        return self._output(attend(q, state.keys, state.values, mask, self._sinks()), gate), state
+
+    def _project(self, x: Array, angles: tuple[Array, Array] | None) -> tuple[Array, Array, Array, Array | None]:
+        """Rotated queries and keys, values, and the gate before its sigmoid."""
+        spec = self.spec
+        q, k, v = self.qkv(x)
+        q = q.reshape(*x.shape[:2], spec.heads, -1)
+        k, v = (y.reshape(*x.shape[:2], spec.kv_heads, spec.head_dim) for y in (k, v))
+        gate = q[..., spec.head_dim :] if spec.gated else None
+        q = q[..., : spec.head_dim]
+        if spec.qk_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        return q, k, v, gate
+
+    def _output(self, heads: Float[Array, "B T N H"], gate: Array | None) -> Float[Array, "B T D"]:
+        if gate is not None:
+            heads = heads * jax.nn.sigmoid(gate)
+        return self.o_proj(heads.reshape(*heads.shape[:2], -1))
+
+    def _sinks(self) -> Array | None:
+        return self.sinks[...] if self.spec.sinks else None
