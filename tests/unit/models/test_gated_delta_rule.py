@@ -146,7 +146,7 @@ def test_chunks_have_the_gradients_of_the_reference(decay):
 
 
 def test_small_decays_behind_a_large_one_are_kept():
-    """Sums of g are made for each pair: a difference of running sums is 4e-3 off after a decay of 6e4."""
+    """Sums of g are made for each pair: running sums behind a decay of 6e4 come in steps of 4e-3."""
     x = draw(6, 1, CHUNK)
     x = x._replace(log_decay=x.log_decay.at[:, 0].set(-6e4))
     wanted, _ = formula(x, 0, slice(None))
