@@ -33,7 +33,6 @@ def causal_range(
     index: Int32[Array, " L"],
     *,
     window: int | None = None,
-    live: Bool[Array, "R L"] | None = None,
 ) -> KeyRange:
     """Keys s <= t of the own document, at most `window` of them (t itself included); padding sees nothing.
 
@@ -44,12 +43,10 @@ def causal_range(
         positions: place in the document, counted from 0 without gaps (`check_documents` holds rows to that).
         index: place in the whole sequence, `local_index`.
         window: keys a query sees at most, None: all.
-        live: queries that are used; the others see nothing and cost nothing.
     """
     start = index[None, :] - positions
     first = start if window is None else jnp.maximum(start, index[None, :] - (_window(window) - 1))
-    used = segment_ids > 0 if live is None else (segment_ids > 0) & live
-    return _blank(KeyRange(first, jnp.broadcast_to(index[None, :], first.shape)), used)
+    return _blank(KeyRange(first, jnp.broadcast_to(index[None, :], first.shape)), segment_ids > 0)
 
 
 def anchor_range(
@@ -136,10 +133,14 @@ def ring_hops(ranks: int, step: int) -> tuple[tuple[int, int], ...]:
 
 
 def check_documents(segment_ids: Int[np.ndarray, "R N"], positions: Int[np.ndarray, "R N"]) -> None:
-    """Refuse, on the host, rows whose documents are not stretches with positions 0, 1, 2, ...
+    """Refuse, on the host, rows whose documents are not stretches with positions 0, 1, 2, ..., each with its own id.
 
-    Where a document starts is read off its positions, so a gap would silently show a query the document before.
+    Where a document starts is read off its positions, so a gap would silently show a query the document before. An id
+    that comes back later in its row would be one document to whoever compares ids and two to whoever reads positions.
     """
+    if (negative := np.argwhere(segment_ids < 0)).size:
+        row, t = (int(i) for i in negative[0])
+        raise ValueError(f"segment_ids[{row}, {t}]={segment_ids[row, t]} must be >= 0; 0 is padding")
     real = segment_ids > 0
     new = np.ones_like(real)
     new[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -153,6 +154,16 @@ def check_documents(segment_ids: Int[np.ndarray, "R N"], positions: Int[np.ndarr
             f"positions[{row}, {t}]={positions[row, t]} must be {expected[row, t]}, its place in document "
             f"{segment_ids[row, t]}; count positions from 0 in each document and give each its own segment id"
         )
+    for row, begins in enumerate(new & real):
+        starts = np.flatnonzero(begins)
+        _, firsts = np.unique(segment_ids[row, starts], return_index=True)
+        again = np.delete(starts, firsts)
+        if again.size:
+            t = int(again[0])
+            raise ValueError(
+                f"segment_ids[{row}, {t}]={segment_ids[row, t]} must be an id that this row has not used before; "
+                "number its documents 1, 2, 3, ..."
+            )
 
 
 def _window(window: int) -> int:

@@ -200,7 +200,9 @@ def token_op(case: Case, spec: RingSpec, mode="replay"):
     """Per rank: q [R, L, 1, N, H] and everything else by token -> out, lse."""
 
     def local(q, k, v, bk, bv, segments, positions, live, sinks):
-        seen = causal_range(segments, positions, local_index(spec.layout, AXIS), window=case.window, live=live)
+        # A query that is not in use counts as padding, which sees nothing.
+        index = local_index(spec.layout, AXIS)
+        seen = causal_range(jnp.where(live, segments, 0), positions, index, window=case.window)
         seen = KeyRange(seen.first[:, :, None], seen.last[:, :, None])
         branch = None if case.kind == "policy" else Branch(bk, bv, live)
         return branch_attention(q, share_trunk(k, v, spec, mode=mode), seen, branch, sinks, rule=case.rule, spec=spec)

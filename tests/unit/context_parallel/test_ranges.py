@@ -39,13 +39,6 @@ def test_causal_range_is_the_packed_causal_mask(window):
     np.testing.assert_array_equal(as_mask(seen), mask)
 
 
-def test_queries_that_are_not_live_see_nothing():
-    live = np.ones((2, 16), bool)
-    live[:, 3] = False
-    seen = causal_range(jnp.asarray(SEGMENTS), jnp.asarray(POSITIONS), INDEX, live=jnp.asarray(live))
-    assert not as_mask(seen)[:, 3].any() and as_mask(seen)[:, 4].any()
-
-
 @pytest.mark.parametrize("window", [None, 2, 4])
 def test_anchor_range_is_strictly_before_the_anchor_and_in_its_document(window):
     anchors, starts = jnp.asarray([[0, 4, 9]], jnp.int32), jnp.asarray([[0, 0, 7]], jnp.int32)
@@ -93,3 +86,13 @@ def test_documents_are_checked_on_the_host():
     joined[0, 5:7] = 1  # two documents under one id
     with pytest.raises(ValueError, match=r"positions\[0, 5\]=0 must be 5"):
         check_documents(joined, POSITIONS)
+    for ids in ([1, 1, 2, 1, 1], [1, 1, 0, 1, 1]):  # one document to whoever compares ids, two by its positions
+        rows = np.array([[1, 1, 1, 1, 1], ids], np.int32), np.array([range(5), [0, 1, 0, 0, 1]], np.int32)
+        with pytest.raises(ValueError, match=r"segment_ids\[1, 3\]=1 must be an id that this row has not used before"):
+            check_documents(*rows)
+    with pytest.raises(ValueError, match=r"segment_ids\[0, 2\]=-1 must be >= 0; 0 is padding"):
+        check_documents(np.array([[1, 1, -1]], np.int32), np.array([[0, 1, 0]], np.int32))
+    # Padding may come back, and another row may use the same ids.
+    check_documents(
+        np.array([[0, 2, 0, 1, 0], [1, 1, 2, 0, 0]], np.int32), np.array([[0] * 5, [0, 1, 0, 0, 0]], np.int32)
+    )
