@@ -1,7 +1,6 @@
 """How evenly attention work is spread: query-key pairs counted from the documents that are really there.
 
-A pair costs 4 H floating-point operations forward for each query head (two products of width H), 2.5 times that
-backward. Counted in whole tiles where a tile is given, since a kernel works on a tile if any of its pairs is visible.
+Counted in whole tiles where a tile is given, since a kernel works on a tile if any of its pairs is visible.
 
 The ring moves in step, so its time is the sum over steps of the slowest rank: `critical`. Numpy, on the host.
 
@@ -16,12 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int, Int64
 
-from draftco_jax.context_parallel.layouts import Contiguous, Layout, Split, Striped, Zigzag
-
-FORWARD_FLOPS_PER_PAIR = 4
-"""For each query head and each unit of head width: two products, a multiplication and an addition each."""
-BACKWARD_OVER_FORWARD = 2.5
-"""Five products against two."""
+from draftco_jax.context_parallel.layouts import Layout, Split, Striped, Zigzag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +44,6 @@ class Balance:
     def efficiency(self, one_rank_pairs: int) -> float:
         """Work on one rank / (C * critical path): what C ranks make of C times the machine, by count."""
         return one_rank_pairs / (self.step_pairs.shape[0] * self.critical_pairs)
-
-
-def flops(pairs: float, heads: int, head_dim: int, *, backward: bool = True) -> float:
-    """Floating-point operations of so many query-key pairs."""
-    forward = FORWARD_FLOPS_PER_PAIR * heads * head_dim * pairs
-    return forward * (1 + BACKWARD_OVER_FORWARD) if backward else forward
 
 
 def document_ranges(lengths: Sequence[int], tokens: int, window: int | None = None) -> Int64[np.ndarray, "2 N"]:
@@ -117,16 +105,11 @@ def pick_layout(lengths: Sequence[int], tokens: int, ranks: int, *, tile: int, h
     return min(layouts, key=lambda layout: balance(ranges, layout, tile=tile).critical_pairs)
 
 
-def sequential_balance(tokens: int, ranks: int) -> Balance:
-    """One causal document on a ring of contiguous stretches: the last rank has 2 - 1/C times the mean work."""
-    return balance(document_ranges([tokens], tokens), Contiguous(ranks=ranks, tokens=tokens))
-
-
 def padded_usp_pairs(lengths: Sequence[int], ulysses: int, ring: int) -> float:
     """Critical path of Ulysses x contiguous ring where every document is a row padded to the longest, in pairs.
 
     Ulysses splits heads evenly, so a pair there costs 1 / ulysses of one with all heads. The contiguous ring takes
-    2 - 1/ring times the mean (`sequential_balance`, exact in the limit of long rows).
+    2 - 1/ring times the mean (`balance` of one document, exact in the limit of long rows).
     """
     longest = max(lengths)
     return len(lengths) * longest * (longest + 1) / 2 / (ulysses * ring) * (2 - 1 / ring)
@@ -138,23 +121,38 @@ def causal_pairs(lengths: Sequence[int]) -> int:
 
 
 def length_mix(count: int, *, longest: int, mean: float, variation: float, seed: int) -> Int64[np.ndarray, " n"]:
-    """Lengths with this maximum, mean and coefficient of variation (to rounding), drawn once from a beta law.
+    """Lengths with this maximum, mean and coefficient of variation, drawn once from a beta law.
+
+    Mean and standard deviation are as asked to half a token, which is what rounding to whole tokens may change; figures
+    that so many lengths of 1..longest cannot have, with one of them the longest, are refused.
 
     The benchmark of arXiv 2609.07108 (Fig. 5) states 20,480 at most and rows padded to 2.25 times the real tokens; its
     measured times fit a mean of 9,102 and a variation of 0.52.
     """
     if count < 8 or not 0 < mean < longest or variation <= 0:
-        raise ValueError(f"count={count} must be >= 8, 0 < mean={mean} < longest={longest}; draw more documents")
-    share, spread = mean / longest, variation * mean / longest
-    weight = share * (1 - share) / spread**2 - 1
-    draws = np.random.default_rng(seed).beta(share * weight, (1 - share) * weight, count - 1) * longest
+        raise ValueError(
+            f"count={count} must be >= 8, 0 < mean={mean} < longest={longest}, variation={variation} > 0; draw more"
+        )
+    share, spread = mean / longest, variation * mean
+    if (most := float(np.sqrt((1 - share) / share))) <= variation:
+        raise ValueError(
+            f"variation={variation} must be < {most:.3g} for mean={mean}, longest={longest}; ask for a smaller one"
+        )
     # One document is the longest; the others are moved and stretched so that mean and variation of all are as asked.
     rest_mean = (count * mean - longest) / (count - 1)
-    rest_square = (count * mean**2 * (1 + variation**2) - longest**2) / (count - 1)
-    wanted = np.sqrt(max(rest_square - rest_mean**2, 0.0))
+    rest_variance = (count * (mean**2 + spread**2) - longest**2) / (count - 1) - rest_mean**2
+    weight = share * (1 - share) / (spread / longest) ** 2 - 1
+    draws = np.random.default_rng(seed).beta(share * weight, (1 - share) * weight, count - 1) * longest
+    wanted = np.sqrt(max(rest_variance, 0.0))
     for _ in range(100):  # each move pushes some past the ends, where they are clipped
-        draws = np.clip(rest_mean + (draws - draws.mean()) * (wanted / draws.std()), 1, longest)
-    return np.append(np.rint(draws), longest).astype(np.int64)
+        draws = np.clip(rest_mean + (draws - draws.mean()) * (wanted / max(draws.std(), 1e-9)), 1, longest)
+    lengths = np.append(np.rint(draws), longest).astype(np.int64)
+    if max(abs(lengths.mean() - mean), abs(lengths.std() - spread)) > 0.5:
+        raise ValueError(
+            f"mean={mean}, variation={variation} must be reached by count={count} lengths of 1..{longest} (found "
+            f"{lengths.mean():.6g}, {lengths.std() / lengths.mean():.3g}); draw more documents or ask for other figures"
+        )
+    return lengths
 
 
 def _tile_ends(index: Int64[np.ndarray, " L"], tile: int) -> tuple[Int64[np.ndarray, " B"], Int64[np.ndarray, " B"]]:

@@ -11,11 +11,9 @@ from draftco_jax.context_parallel.work import (
     balance,
     causal_pairs,
     document_ranges,
-    flops,
     length_mix,
     padded_usp_pairs,
     pick_layout,
-    sequential_balance,
 )
 from pallas_kernels.block_attention.reference import NO_KEY, tile_bounds
 
@@ -79,7 +77,9 @@ def test_one_long_document_is_balanced_where_a_sequential_ring_is_not(ranks):
     row = document_ranges([tokens], tokens)
     assert balance(row, Zigzag(ranks=ranks, tokens=tokens)).max_over_mean <= 1.02
     # 2 - 1/C in the limit of long rows; one part in `tokens` less here.
-    assert sequential_balance(tokens, ranks).max_over_mean == pytest.approx(2 - 1 / ranks, rel=2 / tokens * ranks)
+    assert balance(row, Contiguous(ranks=ranks, tokens=tokens)).max_over_mean == pytest.approx(
+        2 - 1 / ranks, rel=2 / tokens * ranks
+    )
 
 
 def test_efficiency_at_256k_on_8_ranks():
@@ -128,13 +128,29 @@ def test_the_layout_is_picked_by_the_documents():
         pick_layout(lengths, tokens, 8, tile=16, halo=4096)
 
 
-def test_flops_of_a_pair():
-    assert flops(10, heads=2, head_dim=8, backward=False) == 4 * 10 * 2 * 8
-    assert flops(10, heads=2, head_dim=8) == 3.5 * 4 * 10 * 2 * 8
-
-
 def test_refusals():
     with pytest.raises(ValueError, match="fit tokens=8"):
         document_ranges([5, 4], 8)
     with pytest.raises(ValueError, match="count=3"):
         length_mix(3, longest=10, mean=5, variation=0.5, seed=0)
+
+
+def test_a_mix_is_as_asked_to_half_a_token():
+    for count, mean, variation in ((8, 9102, 0.52), (32, 3000, 1.2), (64, 9102, 0.2)):
+        found = length_mix(count, longest=20480, mean=mean, variation=variation, seed=1)
+        assert (found.size, found.max()) == (count, 20480) and found.min() >= 1
+        assert abs(found.mean() - mean) <= 0.5 and abs(found.std() - variation * mean) <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"mean": 3000, "variation": 0.52}, "must be reached by count=8 lengths"),  # the longest alone spreads more
+        ({"mean": 2000, "variation": 2.0}, "must be reached by count=8 lengths"),  # no room left for seven others
+        ({"mean": 9102, "variation": 1.2}, r"variation=1.2 must be < 1.12 for mean=9102"),
+        ({"mean": 9102, "variation": 0.0}, "variation=0.0 > 0"),
+    ],
+)
+def test_a_mix_that_cannot_be_is_refused(figures, message):
+    with pytest.raises(ValueError, match=message):
+        length_mix(8, longest=20480, seed=0, **figures)
