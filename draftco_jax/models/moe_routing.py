@@ -16,6 +16,7 @@ Letters: E experts, k experts per token, D model width, b any batch dims.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -127,15 +128,15 @@ def choose(
 def weigh(logits: Float32[Array, "n E"], ids: Int32[Array, "n k"], cfg: RouterConfig) -> Float32[Array, "n k"]:
     """Weights of the experts `ids`; NaN for an id that is not below E.
 
-    Divided softmax probabilities are computed as the softmax of the chosen logits, which is the same number, and is
-    one also where a replayed choice has become so unlikely that its probabilities are 0 in float32.
+    Quotients are taken of logarithms (for softmax: the softmax of the chosen logits). That is the same number, and it
+    is one, with a gradient, also where a replayed choice has become so unlikely that its scores are 0 in float32.
     """
     take = lambda values: jnp.take_along_axis(values, ids, axis=-1, mode="fill", fill_value=jnp.nan)  # noqa: E731
     if cfg.kind == "sigmoid_bias":
-        weights = take(jax.nn.sigmoid(logits))
+        logs = take(jax.nn.log_sigmoid(logits))
         if cfg.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return cfg.routed_scaling_factor * weights
+            logs = logs - jnp.logaddexp(jax.nn.logsumexp(logs, axis=-1, keepdims=True), math.log(1e-20))
+        return cfg.routed_scaling_factor * jnp.exp(logs)
     if cfg.kind == "softmax_topk" and not cfg.norm_topk_prob:
         return take(jax.nn.softmax(logits, axis=-1))
     return jax.nn.softmax(take(logits), axis=-1)
@@ -143,10 +144,8 @@ def weigh(logits: Float32[Array, "n E"], ids: Int32[Array, "n k"], cfg: RouterCo
 
 def probabilities(logits: Float32[Array, "n E"], kind: RouterKind) -> Float32[Array, "n E"]:
     """The law over all experts that entropy and balance are taken of; rows sum to 1."""
-    if kind != "sigmoid_bias":
-        return jax.nn.softmax(logits, axis=-1)
-    scores = jax.nn.sigmoid(logits)
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+    # The softmax of log s is s / sum s.
+    return jax.nn.softmax(jax.nn.log_sigmoid(logits) if kind == "sigmoid_bias" else logits, axis=-1)
 
 
 class RoutingSums(NamedTuple):
@@ -200,5 +199,6 @@ def routing_metrics(sums: RoutingSums) -> dict[str, Any]:
 def distinct_experts(ids: Int32[Array, "*b T k"], counted: Bool[Array, "*b T"], experts: int) -> Int32[Array, "*b"]:
     """How many different experts the counted ones of T tokens are sent to: the weights that a verify block reads."""
     ids = jnp.where(counted[..., None], ids, -1)
-    touched = jnp.any(ids[..., None] == jnp.arange(experts, dtype=jnp.int32), axis=(-3, -2))
+    every = jnp.expand_dims(jnp.arange(experts, dtype=jnp.int32), range(ids.ndim))
+    touched = jnp.any(ids[..., None] == every, axis=(-3, -2))
     return jnp.sum(touched, axis=-1, dtype=jnp.int32)
