@@ -38,7 +38,8 @@ from pallas_kernels.branch_attention import branch_attention as local_attention
 from pallas_kernels.manual_axes import cast, fresh, varying_axes
 
 TrunkMode = Literal["replay", "gathered"]
-SAVED_NAMES = ("context_parallel_out", "context_parallel_lse")
+SAVED_NAMES = ("context_parallel_out", "context_parallel_lse", "context_parallel_slots")
+"""What `save_ring_policy` keeps: of every read its out and lse; of a gathered trunk its slots."""
 
 
 class Trunk(NamedTuple):
@@ -54,7 +55,8 @@ def share_trunk(
     """Make this rank's keys and values readable.
 
     "replay": every read sends them round the ring. "gathered": they go round once, here, and are kept, so later reads
-    send nothing; C times the memory (`trunk_bytes`, `pick_trunk_mode`). Both are exact.
+    send nothing; what that costs in memory grows with the number of reads (`memory.gathered_extra_bytes`,
+    `pick_trunk_mode`). Both are exact.
     """
     if mode not in ("replay", "gathered"):
         raise ValueError(f"mode={mode!r} must be 'replay' or 'gathered'; ask pick_trunk_mode")
@@ -117,6 +119,9 @@ def sharded_ring_attention(
 ) -> Callable[..., Float[Array, "R N h H"]]:
     """`ring_attention` as one shard_map, for code that runs in plain jit: the policy's attention of packed rows.
 
+    For models that are not ours and do not know `PackedRows`: training here is one shard_map around all of it, and does
+    not call this.
+
     The function returned takes (q, k, v, segment_ids, positions) or, for a policy with sinks, those and the sinks; all
     arrays whole and in the order of the ranks (`to_ranks`). Rows are split over `batch_axis` if there is one.
     """
@@ -144,20 +149,23 @@ def diagonal_branch(
 def save_ring_policy() -> Callable[..., bool]:
     """Policy for `jax.checkpoint`: keep out and lse of this op, so that making the rest again does not send the ring.
 
-    jax.checkpoint without a policy keeps nothing, which asks for the forward ring to be run again.
+    Of a gathered trunk its slots are kept too, C times the keys of a rank (2 C R L d b bytes a trunk, kept until its
+    backward is done); a replayed trunk's keys are not, they are made again. jax.checkpoint without a policy keeps
+    nothing, which asks for the forward ring, or the gathering, to be run again.
     """
     return jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _share(spec: RingSpec, mode: TrunkMode, own: Array) -> tuple[Array, Array]:
-    slots = gather_ring(own, spec) if mode == "gathered" else own[None]
-    dtype = statistics_dtype(own.dtype)
-    return slots, fresh(slots.shape, 0.0, dtype, varying_axes(slots))
+    return _share_fwd(spec, mode, own)[0]
 
 
 def _share_fwd(spec: RingSpec, mode: TrunkMode, own: Array) -> tuple[tuple[Array, Array], Array]:
-    return _share(spec, mode, own), own[:0]
+    # The name must stand here: a call of `_share` would hide it from `save_ring_policy`.
+    slots = checkpoint_name(gather_ring(own, spec), SAVED_NAMES[2]) if mode == "gathered" else own[None]
+    dtype = statistics_dtype(own.dtype)
+    return (slots, fresh(slots.shape, 0.0, dtype, varying_axes(slots))), own[:0]
 
 
 def _share_bwd(spec: RingSpec, mode: TrunkMode, like: Array, cotangents: tuple[Array, Array]) -> tuple[Array]:

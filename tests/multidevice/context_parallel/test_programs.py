@@ -43,18 +43,19 @@ def permutes(jaxpr) -> int:
     return count
 
 
-@pytest.fixture(scope="module")
-def rematerialised(cases):
-    """Permutes in the gradient program of a layer, without jax.checkpoint and with it under two policies."""
+@pytest.fixture(scope="module", params=["replay", "gathered"])
+def rematerialised(cases, request):
+    """Permutes in the gradient program of two reads, without jax.checkpoint and with it under two policies."""
     spec = cases.spec_of(4)
     args = tuple(to_ranks(x, spec.layout) for x in policy_inputs(cases))
 
     def layer(q, k, v):
-        seen = KeyRange(
-            jnp.zeros(q.shape[:2], jnp.int32), jnp.broadcast_to(local_index(spec.layout, AXIS), q.shape[:2])
-        )
-        out, _ = ring_attention(jnp.sin(q), jnp.sin(k), jnp.sin(v), seen, spec=spec)
-        return jnp.sin(out)
+        index = jnp.broadcast_to(local_index(spec.layout, AXIS)[None, :, None], (*q.shape[:2], 1))
+        seen = KeyRange(jnp.zeros_like(index), index)
+        trunk, out = share_trunk(jnp.sin(k), jnp.sin(v), spec, mode=request.param), jnp.sin(q)[:, :, None]
+        for _ in range(2):
+            out, _ = branch_attention(out, trunk, seen, spec=spec)
+        return jnp.sin(out[:, :, 0])
 
     def count(wrapped):
         mapped = jax.shard_map(wrapped, mesh=cases.mesh_of(4), in_specs=(SHARDED,) * 3, out_specs=SHARDED)
