@@ -9,7 +9,10 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows, from_ranks, to_ranks
+from draftco_jax.models.calls import PackedCall
 from draftco_jax.models.delta_rule import DeltaInputs, delta_rule_packed
+from draftco_jax.models.functional import initialise
+from draftco_jax.models.gated_delta import GatedDeltaNet
 from draftco_jax.models.recurrent import documents
 
 AXIS = "context"
@@ -79,3 +82,46 @@ def test_the_state_before_a_piece_matters(problem, of_one_rank):
     late = jax.tree.map(lambda y: y[:, 112:], x)  # the last of eight pieces
     alone = delta_rule_packed(late, documents(segments[:, 112:], WHOLE_ROWS), WHOLE_ROWS, chunk=CHUNK)
     assert np.abs(np.asarray(alone)[1] - out[1, 112:]).max() > 0.1 * np.abs(out).max()
+
+
+@pytest.mark.parametrize("stripe", [None, 8])
+def test_the_layer_on_four_ranks_equals_one(cases, stripe):
+    """Convolution, rule and gate together, with the gradients of all parameters, summed over ranks."""
+    graph, params = initialise(
+        lambda rngs: GatedDeltaNet(
+            8, key_heads=2, value_heads=4, key_dim=4, value_dim=3, eps=1e-6, rngs=rngs, chunk=CHUNK
+        ),
+        jax.random.key(0),
+    )
+    params = params | {"A_log": params["A_log"] - 4.0}  # decays so weak that ranks feel one another
+    rng = np.random.default_rng(2)
+    x, weights = (jnp.asarray(rng.normal(size=(*cases.SEGMENTS.shape, 8)), jnp.float32) for _ in range(2))
+    arrays = (x, jnp.asarray(cases.SEGMENTS), jnp.asarray(cases.POSITIONS), weights)
+
+    def run(packed):
+        def local(params, x, segments, positions, weights):
+            def loss(params, x):
+                y = graph.merge(packed.varying(params))(x, PackedCall(positions, segments, None, packed))
+                return packed.total(jnp.sum(y * weights)), y
+
+            gradients, y = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+            return y, gradients[1], gradients[0]
+
+        if packed.ranks == 1:
+            return jax.jit(local)(params, *arrays)
+        layout, rest = packed.row_layout(cases.TOKENS), PartitionSpec()
+        mapped = jax.shard_map(
+            local,
+            mesh=Mesh(np.array(jax.devices()[: packed.ranks]), (AXIS,)),
+            in_specs=(rest, TOKENS, TOKENS, TOKENS, TOKENS),
+            out_specs=(TOKENS, TOKENS, rest),
+            check_vma=True,
+        )
+        y, of_x, of_params = jax.jit(mapped)(params, *(to_ranks(a, layout) for a in arrays))
+        return from_ranks(y, layout), from_ranks(of_x, layout), of_params
+
+    got, wanted = run(PackedRows(ranks=4, context_axis=AXIS, stripe=stripe)), run(WHOLE_ROWS)
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        b = np.asarray(b)
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, rtol=0, atol=CLOSE * np.abs(b).max())

@@ -100,6 +100,35 @@ def test_it_is_a_mixer_and_its_arrays_have_the_published_names(graph, params):
     }
 
 
+def by_the_formula(params, x):
+    """The whole layer on one document [T, D], in float64 numpy, head by head and token by token."""
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    silu = lambda y: y / (1 + np.exp(-y))  # noqa: E731
+    before = np.pad(x @ p["in_proj_qkv"]["kernel"], ((3, 0), (0, 0)))
+    taps = [before[i : i + len(x)] * p["conv1d"]["weight"][:, i] for i in range(4)]
+    q, k, v = np.split(silu(sum(taps)), [8, 16], axis=-1)
+    beta = 1 / (1 + np.exp(-x @ p["in_proj_b"]["kernel"]))
+    g = -np.exp(p["A_log"]) * np.log1p(np.exp(x @ p["in_proj_a"]["kernel"] + p["dt_bias"]))
+    gate = silu(x @ p["in_proj_z"]["kernel"]).reshape(len(x), 4, 6)
+    out = np.zeros((len(x), 4, 6))
+    for head in range(4):
+        mine = slice(4 * (head // 2), 4 * (head // 2) + 4)  # key heads 0 0 1 1
+        unit_q, unit_k = (y[:, mine] / np.sqrt((y[:, mine] ** 2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+        memory = np.zeros((4, 6))
+        for t in range(len(x)):
+            memory = memory * np.exp(g[t, head])
+            found = memory.T @ unit_k[t]
+            memory += np.outer(unit_k[t], beta[t, head] * (v[t, 6 * head : 6 * head + 6] - found))
+            o = memory.T @ unit_q[t] / 2  # dk^-1/2
+            out[t, head] = p["norm"]["weight"] * o / np.sqrt((o**2).mean() + 1e-6) * gate[t, head]
+    return out.reshape(len(x), -1) @ p["out_proj"]["kernel"]
+
+
+def test_outputs_are_those_of_the_formula(params, forward):
+    x = np.random.default_rng(5).normal(size=(30, WIDTH)).astype(np.float32)
+    np.testing.assert_allclose(read_anew(forward, [x])[0], by_the_formula(params, x), rtol=0, atol=CLOSE)
+
+
 def test_bug_case_b51_packed_documents_equal_each_alone_in_values_and_gradients(forward):
     """Documents of 3, 1, 17 and 6 tokens in one row with padding, against a row each."""
     rng, lengths = np.random.default_rng(0), (3, 1, 17, 6)
