@@ -116,7 +116,7 @@ def ssd_chunked(
     steps = _steps(tokens, a)
     start = cast(state, varying_axes(*steps))
     if count == 1:
-        last, y = _chunk(start, steps)
+        last, y = jax.checkpoint(_chunk)(start, steps)
         return y, last
 
     def cut(x: Array) -> Array:
@@ -180,48 +180,52 @@ def ssd_packed(
 
     A piece turns the state S before it into r S + E: r a scalar a head (0 where a document begins inside), E its end
     state from zero. All r and E are gathered, R p (H P N + H) float32 numbers from each rank, and combined in the order
-    of the row; what the state before a piece adds to its tokens is added to what they gave from zero.
+    of the row. What the state before a piece adds to its tokens is then added to what they gave from zero.
     """
     rows, length, heads, width = tokens.u.shape
     zero = jnp.zeros((rows, heads, width, tokens.b.shape[3]), jnp.float32)
     if packed.ranks == 1:
         return ssd_chunked(tokens, a, zero, chunk=chunk)[0]
     layout = packed.layout(length)
-    pieces = Tokens(*(x.reshape(rows * layout.pieces, layout.piece, *x.shape[2:]) for x in tokens))
-    y, end = ssd_chunked(pieces, a, jnp.repeat(zero, layout.pieces, axis=0), chunk=chunk)
-    steps = _steps(pieces, a)
-    reach = _reach(steps)
-    by_piece = lambda x: x.reshape(rows, layout.pieces, *x.shape[1:])  # noqa: E731
-    before = _states_before(by_piece(reach[:, -1]), by_piece(end), packed, length).reshape(end.shape)
-    c = jnp.repeat(steps.c, heads // steps.c.shape[2], axis=2)
-    return (y + reach[..., None] * _product("rthn,rhpn->rthp", c, before)).reshape(tokens.u.shape)
+
+    def cut(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(rows, layout.pieces, layout.piece, *x.shape[2:]), 1, 0)
+
+    pieces = Tokens(*map(cut, tokens))
+    # One piece after another, so that the weights of a chunk take no more room than on one device.
+    y, end = lax.map(lambda piece: ssd_chunked(piece, a, zero, chunk=chunk), pieces)
+    steps = jax.vmap(_steps, in_axes=(0, None))(pieces, a)
+    reach = jax.vmap(_reach)(steps)
+    before = _states_before(reach[:, :, -1], end, packed, length)
+    c = jnp.repeat(steps.c, heads // steps.c.shape[3], axis=3)
+    y = y + reach[..., None] * _product("zrthn,zrhpn->zrthp", c, before)
+    return jnp.moveaxis(y, 0, 1).reshape(tokens.u.shape)
 
 
 def _states_before(
-    reach: Float32[Array, "R p H"], end: Float32[Array, "R p H P N"], packed: PackedRows, length: int
-) -> Float32[Array, "R p H P N"]:
-    """The state that each piece of this device starts from."""
+    reach: Float32[Array, "p R H"], end: Float32[Array, "p R H P N"], packed: PackedRows, length: int
+) -> Float32[Array, "p R H P N"]:
+    """The state that each piece of this device starts from.
 
-    def one(s: Array, piece: tuple[Array, Array]) -> tuple[Array, Array]:
-        return piece[0][..., None, None] * s + piece[1], s
-
-    reaches, ends = _all_pieces(reach, packed, length), _all_pieces(end, packed, length)
-    start = cast(jnp.zeros(end[:, 0].shape, jnp.float32), varying_axes(reaches, ends))
-    return jnp.moveaxis(lax.scan(one, start, (reaches, ends))[1][_own_pieces(packed, length)], 0, 1)
-
-
-def _all_pieces(x: Float[Array, "R p *rest"], packed: PackedRows, length: int) -> Float[Array, "n R *rest"]:
-    """Something of each piece, from all ranks, in the order of the row."""
+    The j-th pieces of all ranks are neighbours in the row, in an order that depends on the layout, and all j-th pieces
+    lie before all (j + 1)-th. So one round at a time is gathered, and no more than C states of a row are held.
+    """
     layout = packed.layout(length)
-    number = layout.order().reshape(packed.ranks * layout.pieces, layout.piece)[:, 0] // layout.piece
-    gathered = jnp.moveaxis(lax.all_gather(x, packed.context_axis), 2, 1)
-    return gathered.reshape(-1, *gathered.shape[2:])[np.argsort(number)]
+    number = layout.order().reshape(packed.ranks, layout.pieces, layout.piece)[:, :, 0] // layout.piece
+    turns = jnp.asarray(np.argsort(number, axis=0).T)  # [p, C] ranks in the order of their pieces
+    places = packed.index(length)[:: layout.piece] // layout.piece % packed.ranks  # of this rank in each round
 
+    def piece(s: Array, turned: tuple[Array, Array]) -> tuple[Array, Array]:
+        return turned[0][..., None, None] * s + turned[1], s
 
-def _own_pieces(packed: PackedRows, length: int) -> Int[Array, " p"]:
-    """Which pieces of the row are this device's."""
-    width = packed.layout(length).piece
-    return packed.index(length)[::width] // width
+    def one_round(s: Array, own: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        reach, end, turn, place = own
+        s, before = lax.scan(piece, s, tuple(lax.all_gather(x, packed.context_axis)[turn] for x in (reach, end)))
+        return s, before[place]
+
+    start = cast(jnp.zeros_like(end[0]), varying_axes(reach, end))
+    # Gathered again in the backward pass, which then keeps one state a piece instead of C.
+    return lax.scan(jax.checkpoint(one_round, prevent_cse=False), start, (reach, end, turns, places))[1]
 
 
 # ---- the layer ----
