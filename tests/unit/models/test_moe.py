@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from draftco_jax.models.functional import abstract_params, graph_of
-from draftco_jax.models.moe import MoE, MoEConfig, grouped_matmul
+from draftco_jax.models.moe import MoE, MoEConfig, grouped_matmul, mix
 from draftco_jax.models.moe_routing import RouterConfig, Routing
 
 ROUTERS = {
@@ -258,3 +258,40 @@ def test_axes_and_shapes_are_those_of_the_sizes():
 def test_parts_that_no_family_combines_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         MoEConfig(**{"hidden_size": 8, "moe_intermediate_size": 6, "router": ROUTERS["swiglu"]} | changed)
+
+
+@jax.custom_vjp
+def _marked(rows, outside):
+    return rows
+
+
+_marked.defvjp(
+    lambda rows, outside: (rows, outside), lambda outside, c: (jnp.where(outside[:, None], jnp.nan, c), None)
+)
+
+
+def test_parts_of_two_ranks_add_up_whatever_a_grouped_matmul_makes_of_rows_outside_its_groups(grouped, monkeypatch):
+    """On CPU such rows come back as zeros; other backends leave them as they find them, here as NaN."""
+    graph, params, _ = grouped["clamped_swiglu"]
+    c = jnp.asarray(np.random.default_rng(3).normal(size=(14, 8)), jnp.float32)
+
+    def undefined(rows, kernels, sizes):
+        outside = jnp.arange(rows.shape[0]) >= jnp.sum(sizes)
+        return jnp.where(outside[:, None], jnp.nan, grouped_matmul(_marked(rows, outside), kernels, sizes))
+
+    monkeypatch.setattr("draftco_jax.models.moe.grouped_matmul", undefined)
+
+    def part(params, x, first, last):
+        held = jax.tree.map(lambda leaf: leaf[first:last], params["experts"])
+        module = graph.merge(params | {"experts": held})
+        chosen = module.gate(x)
+        return mix(module.experts, x, chosen.ids, chosen.weights, first)
+
+    @jax.jit
+    def run(params, x):
+        one = lambda params, x: jnp.sum(c * part(params, x, 0, 5))  # noqa: E731
+        two = lambda params, x: jnp.sum(c * (part(params, x, 0, 2) + part(params, x, 2, 5)))  # noqa: E731
+        return tuple(jax.value_and_grad(loss, argnums=(0, 1))(params, x) for loss in (one, two))
+
+    whole, split = run(params, X.reshape(14, 8))
+    assert_close(split, whole)
