@@ -19,12 +19,17 @@ class TrunkShape:
     """The keys and values of a trunk on one rank."""
 
     ranks: int
+    """Ranks of the context axis."""
     rows: int
+    """Packed rows on one rank."""
     local_tokens: int
+    """Tokens of a row on one rank."""
     kv_heads: int
+    """Key-value heads of one layer, on one rank."""
     head_dim: int
+    """Numbers of a key; a value has as many."""
     number_bytes: int
-    """2 for bfloat16, 4 for float32."""
+    """Bytes of a number of a key: 2 for bfloat16, 4 for float32."""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "rows", "local_tokens", "kv_heads", "head_dim", "number_bytes"):
@@ -57,15 +62,20 @@ def passes_bytes(trunk: TrunkShape, passes: int, mode: TrunkMode) -> int:
     return forward_ring_bytes(trunk) + (trunk.ranks - 1) * trunk.numbers * GRADIENT_BYTES
 
 
-def gathered_extra_bytes(trunk: TrunkShape) -> int:
-    """What `gathered` keeps beyond `replay`: the other ranks' keys, and in the backward their float32 gradients."""
-    return (trunk.ranks - 1) * trunk.numbers * (trunk.number_bytes + GRADIENT_BYTES)
+def gathered_extra_bytes(trunk: TrunkShape, passes: int) -> int:
+    """What `gathered` keeps beyond `replay` for so many reads: (C-1) 2 R L d (b + 4 passes).
+
+    The other ranks' keys, and float32 gradients of them from every read: the compiler adds the reads up once the last
+    one is there, so all are held at the same time. Compiled for H100 at 64K tokens the difference of the two peaks is
+    0.97 of this with two reads and all of it with three (tests/aot/test_trunk_modes.py).
+    """
+    return (trunk.ranks - 1) * trunk.numbers * (trunk.number_bytes + passes * GRADIENT_BYTES)
 
 
 def pick_trunk_mode(trunk: TrunkShape, passes: int, spare_bytes: int) -> TrunkMode:
-    """`gathered` where the trunk is read more than once and the rank has room to keep all keys; otherwise `replay`.
+    """`gathered` where the trunk is read more than once and the rank has room for it; otherwise `replay`.
 
-    With 2 reads or more `gathered` always sends less, so memory alone decides.
+    With 2 reads or more `gathered` always sends less, so memory alone decides. Bytes, of one layer.
     """
     if passes < 1 or spare_bytes < 0:
         raise ValueError(
@@ -73,4 +83,4 @@ def pick_trunk_mode(trunk: TrunkShape, passes: int, spare_bytes: int) -> TrunkMo
         )
     if trunk.ranks == 1 or passes == 1:
         return "replay"
-    return "gathered" if gathered_extra_bytes(trunk) <= spare_bytes else "replay"
+    return "gathered" if gathered_extra_bytes(trunk, passes) <= spare_bytes else "replay"

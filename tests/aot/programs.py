@@ -13,6 +13,8 @@ from draftco_jax.context_parallel import (
     Branch,
     KeyRange,
     RingSpec,
+    Striped,
+    TrunkMode,
     TrunkShape,
     Zigzag,
     branch_attention,
@@ -43,9 +45,9 @@ class Program:
 
 
 @functools.cache
-def branch_program(tokens: int, implementation: str, backward: bool) -> Program:
+def branch_program(tokens: int, implementation: str, backward: bool, stripe: int | None = None) -> Program:
     """One read of the trunk with three branch keys a token, forward or forward and backward."""
-    spec = spec_of(tokens, implementation)
+    spec = spec_of(tokens, implementation, stripe)
 
     def attend(q, k, v, keys, values, segment_ids, positions):
         branch = Branch(keys, values, segment_ids > 0)
@@ -60,14 +62,14 @@ def branch_program(tokens: int, implementation: str, backward: bool) -> Program:
 
 
 @functools.cache
-def passes_program(tokens: int, implementation: str) -> Program:
+def passes_program(tokens: int, implementation: str, passes: int = PASSES, mode: TrunkMode = "replay") -> Program:
     """EAGLE-3 training: pass k reads the trunk and k branch keys, its queries come from pass k - 1; and backward."""
     spec = spec_of(tokens, implementation)
 
     def attend(q, k, v, keys, values, segment_ids, positions):
-        trunk, seen = share_trunk(k, v, spec), causal(segment_ids, positions, spec)
+        trunk, seen = share_trunk(k, v, spec, mode=mode), causal(segment_ids, positions, spec)
         q, outs = q[:, :, None], []
-        for passed in range(PASSES):
+        for passed in range(passes):
             branch = Branch(keys[:, :, :passed], values[:, :, :passed], segment_ids > 0) if passed else None
             q, _ = branch_attention(q, trunk, seen, branch, spec=spec)
             outs.append(q)
@@ -77,11 +79,12 @@ def passes_program(tokens: int, implementation: str) -> Program:
         outs, pull = jax.vjp(lambda *x: attend(*x, segment_ids, positions), q, k, v, keys, values)
         return pull(outs)
 
-    return compiled_of(pulled, tokens, PASSES - 1)
+    return compiled_of(pulled, tokens, passes - 1)
 
 
-def spec_of(tokens: int, implementation: str) -> RingSpec:
-    layout = Zigzag(ranks=RANKS, tokens=tokens)
+def spec_of(tokens: int, implementation: str, stripe: int | None = None) -> RingSpec:
+    zigzag = Zigzag(ranks=RANKS, tokens=tokens)
+    layout = zigzag if stripe is None else Striped(ranks=RANKS, tokens=tokens, stripe=stripe)
     return RingSpec(layout=layout, axis=AXIS, scale=WIDTH**-0.5, implementation=implementation, tile=BLOCKWISE_TILE)
 
 

@@ -24,9 +24,11 @@ def test_bytes_are_those_of_the_formula():
 
 
 def test_memory_decides_where_a_trunk_is_read_more_than_once():
-    need = gathered_extra_bytes(SHAPE)
+    need = gathered_extra_bytes(SHAPE, 3)
+    assert need == 7 * forward_ring_bytes(SHAPE)  # keys once and three float32 gradients of them
     assert pick_trunk_mode(SHAPE, 3, need) == "gathered"
     assert pick_trunk_mode(SHAPE, 3, need - 1) == "replay"
+    assert pick_trunk_mode(SHAPE, 4, need) == "replay"  # a read more, a gradient more
     assert pick_trunk_mode(SHAPE, 1, need) == "replay"
     alone = TrunkShape(ranks=1, rows=1, local_tokens=8, kv_heads=1, head_dim=8, number_bytes=4)
     assert forward_ring_bytes(alone) == 0 and pick_trunk_mode(alone, 7, 10**12) == "replay"
