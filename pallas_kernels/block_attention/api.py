@@ -12,6 +12,10 @@ cotangent of the lse if there is one:
 so that the sum over blocks is the gradient of the whole. With the lse of one block alone dv would be right and dq and
 dk wrong. Statistics, partial outputs and gradients are float32 whatever comes in. Query head n reads key-value head
 n // (N / K).
+
+Not here: scores capped by a tanh (Gemma 2's softcap), a bias of the scores, values of another width than keys, dropout.
+All inputs must be finite, those of padding too: what a query does not see has weight exactly 0, but within a tile it is
+multiplied by it, and 0 times NaN or infinity is NaN. Any finite number there changes no bit.
 """
 
 from __future__ import annotations
@@ -76,8 +80,8 @@ def block_attention(
         key_index: place of each key in the whole sequence, increasing.
         scale: factor of the scores.
         implementation: "blockwise" (plain JAX, for any device), "pallas" (kernels for a GPU, compiled by Triton) or
-            "pallas_interpret" (the same kernels run step by step, for tests; not under check_vma=True). All skip tiles
-            of keys that no query of a tile sees.
+            "pallas_interpret" (the same kernels run step by step, for tests; refused under check_vma=True). All skip
+            tiles of keys that no query of a tile sees.
         tile: queries and keys that "blockwise" handles at a time; the kernels go by `tuning`.
         tuning: block sizes of the kernels; None takes those of `tuning.SM90`.
     """

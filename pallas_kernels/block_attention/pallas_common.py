@@ -18,14 +18,15 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from pallas_kernels.block_attention.records import KeyRange
-from pallas_kernels.block_attention.reference import NO_KEY, tile_bounds
+from pallas_kernels.block_attention.reference import NO_KEY, pad, tile_bounds
 from pallas_kernels.block_attention.tuning import MIN_BLOCK, Blocks
+from pallas_kernels.gpu import check_interpreter, check_sizes, check_target, power_above, target_platform
+from pallas_kernels.manual_axes import varying_axes
 
 LOG2_E = math.log2(math.e)
 """Scores are kept in base 2, as the hardware's exp is: exp(s) = exp2(s * LOG2_E)."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-GPUS = ("gpu", "cuda", "rocm")
 
 
 class Tiles:
@@ -40,15 +41,15 @@ class Tiles:
         self.rows, self.count_q, self.heads, self.width = q.shape
         self.count_k, self.kv_heads = k.shape[1], k.shape[2]
         self.group = self.heads // self.kv_heads
-        self.t = min(blocks.block_q, _power_of_two(self.count_q))
-        self.u = min(blocks.block_k, _power_of_two(self.count_k))
+        self.t = min(blocks.block_q, _side(self.count_q))
+        self.u = min(blocks.block_k, _side(self.count_k))
         self.tiles_q = max(pl.cdiv(self.count_q, self.t), 1)
         self.tiles_k = max(pl.cdiv(self.count_k, self.u), 1)
         self.padded_q, self.padded_k = self.tiles_q * self.t, self.tiles_k * self.u
-        self.padded_width = _power_of_two(self.width)
-        self.first = _pad(seen.first, 1, self.padded_q, 1)
-        self.last = _pad(seen.last, 1, self.padded_q, 0)
-        self.index = _pad(key_index, 0, self.padded_k, NO_KEY)
+        self.padded_width = _side(self.width)
+        self.first = pad(seen.first, 1, self.padded_q, 1)
+        self.last = pad(seen.last, 1, self.padded_q, 0)
+        self.index = pad(key_index, 0, self.padded_k, NO_KEY)
         shape = (self.rows, self.tiles_q, self.t)
         self.low, self.high = tile_bounds(
             self.first.reshape(shape), self.last.reshape(shape), self.index.reshape(self.tiles_k, self.u)
@@ -56,15 +57,15 @@ class Tiles:
 
     def queries(self, x: Shaped[Array, "R Tq N H"]) -> Shaped[Array, "R Aq N Hp"]:
         """Whole tiles of queries, or of what has their shape."""
-        return _pad(_pad(x, 1, self.padded_q), 3, self.padded_width)
+        return pad(pad(x, 1, self.padded_q), 3, self.padded_width)
 
     def keys(self, x: Shaped[Array, "R Tk K H"]) -> Shaped[Array, "R Bu K Hp"]:
         """Whole tiles of keys or values."""
-        return _pad(_pad(x, 1, self.padded_k), 3, self.padded_width)
+        return pad(pad(x, 1, self.padded_k), 3, self.padded_width)
 
     def statistic(self, x: Float[Array, "R Tq N"]) -> Float[Array, "R N Aq"]:
         """A number of each query and head, tokens last: a tile then reads one run of memory, not one word a row."""
-        return _pad(x.transpose(0, 2, 1), 2, self.padded_q)
+        return pad(x.transpose(0, 2, 1), 2, self.padded_q)
 
     def query_specs(self) -> list[pl.BlockSpec]:
         """Of q, k, v, first, last, index, low, high where a program has a tile of queries: grid (tile, head, row)."""
@@ -128,12 +129,11 @@ def check(interpret: bool, *inputs: Array) -> None:
             raise ValueError(f"dtype={x.dtype} must be one of {DTYPES} for pallas; use implementation='blockwise'")
         if x.dtype != inputs[0].dtype:
             raise ValueError(f"dtypes={x.dtype, inputs[0].dtype} of d_out and q must be equal; cast d_out first")
-    platform = _target()
-    if not interpret and platform not in GPUS:
-        raise ValueError(
-            f"implementation='pallas' must run on a GPU, not on platform={platform!r}; "
-            "use 'blockwise', or 'pallas_interpret' to check the kernels"
-        )
+    check_sizes(**dict(zip(("q", "k", "v", "d_out"), (x.shape for x in inputs), strict=False)))
+    if interpret:
+        check_interpreter(varying_axes(*inputs))
+    else:
+        check_target("pallas", target_platform())
 
 
 def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "m n"]:
@@ -151,23 +151,6 @@ def sees(first: Int32[Array, "#t #u"], last: Int32[Array, "#t #u"], index: Int32
     return (index >= first) & (index <= last)
 
 
-def _target() -> str:
-    """The platform this program is traced for: that of the mesh, of the default device, or of this process."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return device.platform
-    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if chosen is None:
-        return jax.default_backend()
-    return chosen if isinstance(chosen, str) else chosen.platform
-
-
-def _power_of_two(size: int) -> int:
-    return max(MIN_BLOCK, 1 << max(size - 1, 0).bit_length())
-
-
-def _pad(x: Array, axis: int, size: int, fill: int = 0) -> Array:
-    if x.shape[axis] == size:
-        return x
-    widths = [(0, size - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=fill)
+def _side(size: int) -> int:
+    """Length of a side of a tile that holds `size`."""
+    return max(MIN_BLOCK, power_above(size))

@@ -162,12 +162,12 @@ class _Cut:
 
     def keys(self, x: Array, fill: int = 0) -> Array:
         """[Tk] -> [B, u], padded with `fill`."""
-        return _pad(x, 0, self.tiles_k * self.tile_k, fill).reshape(self.tiles_k, self.tile_k)
+        return pad(x, 0, self.tiles_k * self.tile_k, fill).reshape(self.tiles_k, self.tile_k)
 
     def queries(self, x: Array) -> Array:
         """[R, Tq, N, H] -> [R, A, K, x, H]."""
         rows, _, _, width = x.shape
-        x = _pad(x, 1, self.tiles_q * self.tile_q)
+        x = pad(x, 1, self.tiles_q * self.tile_q)
         x = x.reshape(rows, self.tiles_q, self.tile_q, self.kv_heads, self.group, width)
         return x.transpose(0, 1, 3, 4, 2, 5).reshape(rows, self.tiles_q, self.kv_heads, -1, width)
 
@@ -187,12 +187,12 @@ class _Cut:
         """All inputs in tiles, and which tiles of keys each tile of queries sees."""
         rows, size = q.shape[0], self.tiles_k * self.tile_k
         kv = [
-            _pad(x, 1, size).reshape(rows, self.tiles_k, self.tile_k, self.kv_heads, -1).transpose(0, 1, 3, 2, 4)
+            pad(x, 1, size).reshape(rows, self.tiles_k, self.tile_k, self.kv_heads, -1).transpose(0, 1, 3, 2, 4)
             for x in (k, v)
         ]
         shape = (rows, self.tiles_q, self.tile_q)
         first, last = (
-            _pad(x, 1, self.tiles_q * self.tile_q, fill).reshape(shape) for x, fill in zip(seen, (1, 0), strict=True)
+            pad(x, 1, self.tiles_q * self.tile_q, fill).reshape(shape) for x, fill in zip(seen, (1, 0), strict=True)
         )
         low, high = tile_bounds(first, last, indices)
         # The heads of a group stand one after the other.
@@ -239,6 +239,9 @@ def _add_at(total: Array, part: Array, place: Array) -> Array:
     return lax.dynamic_update_index_in_dim(total, row + part, place, 0)
 
 
-def _pad(x: Array, axis: int, size: int, fill: int = 0) -> Array:
+def pad(x: Array, axis: int, size: int, fill: int = 0) -> Array:
+    """`x` with `fill` behind it along one axis, up to `size`; itself where it is as long."""
+    if x.shape[axis] == size:
+        return x
     widths = [(0, size - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=fill)

@@ -45,7 +45,7 @@ SHAPES: dict[str, Shape] = {
     # gpt-oss: 64 query heads of width 64; every other layer sees 128 keys only.
     "gpt_oss": Shape(queries=8192, keys=8192, heads=64, kv_heads=8, head_dim=64),
     "gpt_oss_window": Shape(queries=8192, keys=8192, heads=64, kv_heads=8, head_dim=64, window=128),
-    # Gemma 2 9B.
+    # Heads of Gemma 2 9B, without the softcap that it puts on its scores: the op has none.
     "head_dim_256": Shape(queries=8192, keys=8192, heads=16, kv_heads=8, head_dim=256),
     # One key-value head for all: least parallel of the dk/dv kernels.
     "mqa": Shape(queries=8192, keys=8192, heads=32, kv_heads=1, head_dim=128),

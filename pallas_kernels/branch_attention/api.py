@@ -9,6 +9,9 @@ and without a sink has out 0 and lse -inf. The trunk's partial result is float32
 
 Backward, with delta = dout . out minus the cotangent of lse: the formulas of `block_attention`, and
 dsink = - sum over queries of exp(sink - lse) * delta.
+
+As in `block_attention`, softcap, a bias of the scores and values of another width than keys are not here, and all
+inputs must be finite, those of branches that are not live too.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ def branch_attention(
         rule: which keys of its branch a query sees.
         implementation: "blockwise" (plain JAX, anywhere), "pallas" or "jax_triton" (one fused kernel on a GPU: Pallas,
             or Triton's own language), "pallas_interpret" (the kernels of "pallas" step by step on any machine, for
-            tests).
+            tests; refused under check_vma=True). With branch=None nothing is left but an elementwise merge: all of them
+            run its plain form, after the same refusals.
         tuning: sizes of the kernels; None: the table of `tuning.pick`.
     """
     _check(q, trunk, branch, rule)

@@ -15,7 +15,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.branch_attention.records import Rule
-from pallas_kernels.branch_attention.tuning import SMALLEST_DOT, Dims, Launch, power_above
+from pallas_kernels.branch_attention.tuning import SMALLEST_DOT, Dims, Launch
+from pallas_kernels.gpu import power_above
 
 Ref = Any
 

@@ -18,6 +18,7 @@ from pallas_kernels.block_attention.records import Partial
 from pallas_kernels.branch_attention import pallas_block, pallas_few, reference
 from pallas_kernels.branch_attention.records import Branch, BranchGrads, Rule
 from pallas_kernels.branch_attention.tuning import Dims, Launch, Tuning, pick
+from pallas_kernels.gpu import check_interpreter, check_sizes, check_target, target_platform
 from pallas_kernels.manual_axes import cast, varying_axes
 
 
@@ -34,7 +35,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """See `api.branch_attention`."""
     if not interpret:
-        check_target("pallas")
+        check_target("pallas", target_platform())
     if branch is None:
         return reference.forward(q, trunk, branch, sinks, scale=scale, rule=rule)
     dims = dims_of(q, branch)
@@ -70,7 +71,7 @@ def backward(
 ) -> BranchGrads:
     """See `api.branch_attention_backward`."""
     if not interpret:
-        check_target("pallas")
+        check_target("pallas", target_platform())
     if branch is None:
         return reference.backward(q, branch, sinks, lse, delta, d_out, scale=scale, rule=rule)
     dims = dims_of(q, branch, d_out)
@@ -94,27 +95,13 @@ def backward(
     return BranchGrads(dq, dk, dv, None if sinks is None else jnp.sum(found[3], axis=(0, 1)))
 
 
-def check_target(implementation: str) -> None:
-    """Refuses to be traced for anything but a GPU."""
-    if (platform := target_platform()) not in ("gpu", "cuda"):
-        way_out = "use 'blockwise' (or 'pallas_interpret', for tests)"
-        raise ValueError(f"implementation={implementation!r} must be compiled for a GPU, not {platform!r}; {way_out}")
-
-
-def target_platform() -> str:
-    """What this trace will be compiled for, as far as JAX says: the mesh in use, else the default device."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return device.platform if hasattr(device, "platform") else device or jax.default_backend()
-
-
 def dims_of(q: Array, branch: Branch, *others: Array) -> Dims:
     """Sizes of a call, with what no kernel takes refused."""
     rows, groups, queries, heads, width = q.shape
     dtypes = {jnp.dtype(x.dtype).name for x in (q, branch.keys, branch.values, *others)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16"}:
         raise ValueError(f"dtypes={sorted(dtypes)} must be one of float32, bfloat16, float16; cast or use 'blockwise'")
-    if max(q.size, branch.keys.size) >= 2**31:
-        raise ValueError(f"q={q.shape}, keys={branch.keys.shape} must have fewer than 2**31 numbers; split the rows")
+    check_sizes(q=q.shape, keys=branch.keys.shape)
     return Dims(
         branches=rows * groups,
         queries=queries,
@@ -182,8 +169,8 @@ def _call(
 ) -> list[Array]:
     check_not_empty(outputs)
     axes = varying_axes(*inputs)
-    if interpret and axes:
-        raise ValueError(f"check_vma=True over {sorted(axes)} must be False for 'pallas_interpret'; or use 'blockwise'")
+    if interpret:
+        check_interpreter(axes)
     inputs = [cast(x, axes) for x in inputs]
     kind = jax.typeof(inputs[0]).manual_axis_type
     run = pl.pallas_call(

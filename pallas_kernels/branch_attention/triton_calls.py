@@ -18,7 +18,8 @@ from jaxtyping import Array
 from pallas_kernels.block_attention.records import Partial
 from pallas_kernels.branch_attention import pallas_block, pallas_calls, reference, triton_block, triton_few
 from pallas_kernels.branch_attention.records import Branch, BranchGrads, Rule
-from pallas_kernels.branch_attention.tuning import SMALLEST_DOT, Dims, Launch, Tuning, pick, power_above
+from pallas_kernels.branch_attention.tuning import SMALLEST_DOT, Dims, Launch, Tuning, pick
+from pallas_kernels.gpu import check_target, power_above
 
 HOPPER = 90
 """Compute capability that is compiled for on a machine without a GPU."""
@@ -35,7 +36,7 @@ def forward(
     tuning: Tuning | None,
 ) -> tuple[Array, Array]:
     """See `api.branch_attention`."""
-    pallas_calls.check_target("jax_triton")
+    check_target("jax_triton", pallas_calls.target_platform())
     if branch is None:
         return reference.forward(q, trunk, branch, sinks, scale=scale, rule=rule)
     dims = pallas_calls.dims_of(q, branch)
@@ -60,7 +61,7 @@ def backward(
     tuning: Tuning | None,
 ) -> BranchGrads:
     """See `api.branch_attention_backward`."""
-    pallas_calls.check_target("jax_triton")
+    check_target("jax_triton", pallas_calls.target_platform())
     if branch is None:
         return reference.backward(q, branch, sinks, lse, delta, d_out, scale=scale, rule=rule)
     dims = pallas_calls.dims_of(q, branch, d_out)

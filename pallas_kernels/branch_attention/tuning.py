@@ -17,6 +17,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.gpu import power_above
+
 Route = Literal["few", "block"]
 SMALLEST_DOT = 16
 """Least rows, columns and depth of a product on a matrix unit."""
@@ -24,11 +26,6 @@ MOST_KEYS_ONE_BY_ONE = 8
 """Most keys that route "few" writes out one after another; with more the program only gets long."""
 MAX_HEAD_DIM = 256
 MAX_KEYS = 256
-
-
-def power_above(size: int) -> int:
-    """The power of two that is >= size: Triton knows no other lengths."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 @dataclass(frozen=True, kw_only=True)

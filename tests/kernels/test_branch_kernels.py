@@ -123,7 +123,7 @@ def test_refusals_of_arguments_say_what_and_why():
     q, trunk, branch, sinks, _ = inputs(1, 3)
     options = {"scale": 0.3, "rule": "all"}
     for name in ("pallas", "jax_triton"):
-        with pytest.raises(ValueError, match=f"implementation='{name}' must be compiled for a GPU, not 'cpu'"):
+        with pytest.raises(ValueError, match=f"implementation='{name}' must run on a GPU, not on platform='cpu'"):
             branch_attention(q, trunk, branch, sinks, implementation=name, **options)
     huge = jax.ShapeDtypeStruct((1, 2**20, 1, 32, 128), jnp.float32)
     branches = Branch(huge, huge, jax.ShapeDtypeStruct((1, 2**20), jnp.bool_))  # pyright: ignore[reportArgumentType]
