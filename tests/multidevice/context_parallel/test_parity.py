@@ -13,7 +13,7 @@ slow = pytest.mark.slow
 
 
 def check(cases, ranks, **options):
-    run = {name: options.pop(name) for name in ("mode", "stripe", "unroll") if name in options}
+    run = {name: options.pop(name) for name in ("mode", "stripe", "unroll", "implementation") if name in options}
     case = cases.Case(**options)
     errors = cases.errors(case, ranks, **run)
     assert max(errors.values()) < TOLERANCE[case.dtype], errors
@@ -52,6 +52,12 @@ def test_stripes_are_exact_too(cases):
 
 def test_gathered_keys_are_exact_too(cases):
     check(cases, 4, kind="ttt", mode="gathered")
+
+
+@pytest.mark.parametrize(("ranks", "stripe"), [(2, None), (4, 4)])
+def test_the_kernels_of_a_gpu_in_a_ring(cases, ranks, stripe):
+    """The bodies that Triton compiles, of both ops, interpreted: tiles, window and branch keys of a real ring."""
+    check(cases, ranks, kind="ttt", window=9, stripe=stripe, implementation="pallas_interpret")
 
 
 @slow

@@ -252,7 +252,10 @@ def test_keys_that_a_tensor_axis_shares(cases):
 
 
 def test_padding_gets_zeros_and_no_gradient(cases, policy_program):
-    """NaN in the padding, of which whole chunks consist, reaches nothing (TransformerEngine 2186)."""
+    """1e30 in the padding, of which whole chunks consist, changes no bit (TransformerEngine 2186).
+
+    Not-a-number would reach the tile it stands in, as 0 times it: what the op promises is finite inputs only.
+    """
     q, k, v = policy_inputs(cases)
     padding = (cases.SEGMENTS == 0)[:, :, None, None]
     weights = jnp.ones_like(q)
@@ -300,4 +303,20 @@ def test_a_layout_for_another_ring_is_refused(cases):
         out_specs=SHARDED,
     )
     with pytest.raises(ValueError, match="ranks=4 must be 2, the size of axis 'context'"):
+        mapped(q, k, v, seen)
+
+
+def test_interpreted_kernels_are_refused_where_types_are_checked(cases):
+    """By the block op, before JAX fails inside of its interpreter; the branch op says the same of itself."""
+    spec = cases.spec_of(2, implementation="pallas_interpret")
+    q, k, v = policy_inputs(cases)
+    seen = KeyRange(*(jnp.zeros(q.shape[:2], jnp.int32) for _ in range(2)))
+    mapped = jax.shard_map(
+        lambda q, k, v, seen: ring_attention(q, k, v, seen, spec=spec)[0],
+        mesh=cases.mesh_of(2),
+        in_specs=(SHARDED,) * 4,
+        out_specs=SHARDED,
+        check_vma=True,
+    )
+    with pytest.raises(ValueError, match=r"over \['context'\] must be False for .*; give shard_map check_vma=False"):
         mapped(q, k, v, seen)
