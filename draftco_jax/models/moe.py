@@ -1,7 +1,7 @@
 """Mixture of experts: each token passes through k of E small MLPs, whose outputs are added with the router's weights.
 
 Nothing is dropped and there is no capacity: assignments are sorted by expert, and each matmul is one grouped matmul
-(`jax.lax.ragged_dot`) over rows that lie expert by expert. A row's result does not depend on the rows beside it.
+over rows that lie expert by expert (`models/grouped_matmul.py`). A row's result does not depend on the rows beside it.
 
     swiglu           gate, up = halves of W_gu x;         down(silu(gate) * up)                    Qwen3, Qwen3.5
     clamped_swiglu   gate, up = even and odd of W_gu x + b_gu; gate <= limit, |up| <= limit;
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from draftco_jax.models.grouped_matmul import GroupedMatmul, grouped_matmul
 from draftco_jax.models.layers import GatedMLP, Initializer, Linear, parameter
 from draftco_jax.models.moe_routing import Router, RouterConfig, Routing
 from pallas_kernels.manual_axes import cast, varying_axes
@@ -45,14 +46,14 @@ class MoEConfig:
     """Multiply the shared expert's output by sigmoid(gate x), one number a token."""
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
+    grouped_matmul: GroupedMatmul = "blocks"
+    """How the experts' matmuls are done; results are the same to rounding."""
 
     def __post_init__(self) -> None:
         """Refuse sizes below 1 and parts that no family combines."""
         for name in ("hidden_size", "moe_intermediate_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1; set it to the model's size")
-        if self.expert not in get_args(ExpertKind):
-            raise ValueError(f"expert={self.expert!r} must be one of {get_args(ExpertKind)}; take that of the family")
         for name in ("swiglu_limit", "swiglu_alpha"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be > 0; GPT-OSS has 7 and 1.702")
@@ -114,18 +115,12 @@ class Experts(nnx.Module):
         Rows after the last group, whose ids are not below E, give values without meaning.
         """
         up = self.up_proj if self.cfg.expert == "relu2" else self.gate_up_proj
-        hidden = grouped_matmul(rows, up[...], sizes)
+        hidden = grouped_matmul(rows, up[...], sizes, self.cfg.grouped_matmul)
         if self.cfg.expert == "clamped_swiglu":
             hidden = hidden + rows_of(self.gate_up_proj_bias[...], ids)
-        out = grouped_matmul(activate(hidden, self.cfg).astype(rows.dtype), self.down_proj[...], sizes)
+        hidden = activate(hidden, self.cfg).astype(rows.dtype)
+        out = grouped_matmul(hidden, self.down_proj[...], sizes, self.cfg.grouped_matmul)
         return out + rows_of(self.down_proj_bias[...], ids) if self.cfg.expert == "clamped_swiglu" else out
-
-
-def grouped_matmul(
-    rows: Float[Array, "M I"], kernels: Float[Array, "E I O"], sizes: Int32[Array, " E"]
-) -> Float32[Array, "M O"]:
-    """rows of group e @ kernels[e], in the dtype of the rows, accumulated and returned in float32."""
-    return jax.lax.ragged_dot(rows, kernels.astype(rows.dtype), sizes, preferred_element_type=jnp.float32)
 
 
 def rows_of(bias: Float[Array, "E O"], ids: Int32[Array, " M"]) -> Float32[Array, "M O"]:

@@ -87,3 +87,22 @@ def test_experts_that_were_not_split_are_refused():
     run = spread(lambda params, x, c, ids: graph.merge(params)(x, expert_axis="expert")[0], whole, SPLIT)
     with pytest.raises(ValueError, match=r"experts.count=8 must be num_experts=8 / 4 ranks of 'expert'; split"):
         run(params, X, X, jnp.zeros((4, 6, 3), jnp.int32))
+
+
+def test_whole_experts_and_split_tokens_give_the_summed_gradients():
+    """Data parallel without an expert axis: each device's gradient of the weights is that of its own tokens."""
+    graph, params, specs = layer("clamped_swiglu")
+    whole = jax.tree.map(lambda _: WHOLE, specs)
+
+    def gradients(params, x, c, ids):
+        del ids
+        return jax.grad(lambda params: jnp.sum(c * graph.merge(params)(x)[0]))(params)
+
+    ids = jnp.zeros((4, 6, 3), jnp.int32)
+    four = spread(gradients, whole, whole)(params, X, jnp.cos(X), ids)
+    one = jax.jit(gradients)(params, X, jnp.cos(X), ids)
+    for (path, found), expected in zip(
+        jax.tree_util.tree_flatten_with_path(four)[0], jax.tree.leaves(one), strict=True
+    ):
+        scale = max(1.0, float(jnp.abs(expected).max()))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * scale, err_msg=jax.tree_util.keystr(path))
