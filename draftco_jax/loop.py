@@ -32,7 +32,7 @@ from draftco_jax.report.write import REPORT_FILE
 from draftco_jax.rewards.exact import score
 from draftco_jax.run import DRAFT_FOLDER, Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
-from draftco_jax.training.update import TrainState
+from draftco_jax.training.update import TrainState, check_rows
 from draftco_jax.types import PackedBatch, PolicyVersion, Prompt, Rollouts, ScoredRollouts, StepReport
 from draftco_jax.weight_sync import Published
 
@@ -164,8 +164,7 @@ def pack_rollouts(run: Run, scored: ScoredRollouts) -> PackedBatch:
     )
     rows, row_tokens = scored.rollouts.tokens.shape
     batch = pack(scored, np.asarray(advantages), row_tokens, rows)
-    if run.spec.draft_cfg is not None:
-        family_of(run.spec.draft_cfg).check_batch(batch, run.spec.draft_cfg, run.spec.packed)
+    check_rows(batch, run.spec.packed, run.spec.draft_cfg)
     return batch
 
 

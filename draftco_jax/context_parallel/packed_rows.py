@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ from draftco_jax.context_parallel.branch import Trunk, TrunkMode, branch_attenti
 from draftco_jax.context_parallel.layouts import Split, Striped, Zigzag, from_ranks
 from draftco_jax.context_parallel.ring import RingSpec
 from draftco_jax.context_parallel.zigzag import anchor_range, causal_range, rank_of, with_halo
+from pallas_kernels.block_attention import IMPLEMENTATIONS as BLOCK_IMPLEMENTATIONS
 from pallas_kernels.block_attention import KeyRange
+from pallas_kernels.branch_attention import IMPLEMENTATIONS as BRANCH_IMPLEMENTATIONS
 from pallas_kernels.branch_attention import Branch, Rule
 from pallas_kernels.manual_axes import cast
 
@@ -45,16 +47,33 @@ class PackedRows:
     implementation: str = "blockwise"
     """Of the block op, and of the branch op unless that has its own."""
     branch_implementation: str | None = None
+    """Of the branch op; None: the same."""
     tile: int = 256
+    """Queries and keys that "blockwise" handles at a time; kernels for GPUs go by their own tuning."""
     unroll: int = 1
     """Ring steps in one loop body."""
     trunk_mode: TrunkMode = "replay"
     """How a trunk is served that is read more than once; `pick_trunk_mode` says what fits."""
 
     def __post_init__(self) -> None:
-        """Refuse ranks without an axis to find them on."""
-        if self.ranks < 1:
-            raise ValueError(f"ranks={self.ranks} must be >= 1; 1 is no split")
+        """Refuse what no ring could run with."""
+        for name in ("ranks", "tile", "unroll"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1; leave it out for the default")
+        if self.stripe is not None and self.stripe < 1:
+            raise ValueError(f"stripe={self.stripe} must be >= 1; use none for zigzag")
+        for name, known in (
+            ("implementation", BLOCK_IMPLEMENTATIONS),
+            ("branch_implementation", BRANCH_IMPLEMENTATIONS),
+        ):
+            if (value := getattr(self, name)) is not None and value not in known:
+                raise ValueError(f"{name}={value!r} must be one of {sorted(known)}; use 'blockwise' on a CPU")
+        if self.trunk_mode not in get_args(TrunkMode):
+            raise ValueError(f"trunk_mode={self.trunk_mode!r} must be one of {get_args(TrunkMode)}; 'replay' is usual")
+        if self.context_axis in self.row_axes:
+            raise ValueError(
+                f"row_axes={self.row_axes} must not hold context_axis={self.context_axis!r}; give two axes"
+            )
         if self.ranks > 1 and self.context_axis is None:
             raise ValueError(
                 f"context_axis=None must name a mesh axis where ranks={self.ranks} > 1; 'context' is usual"
@@ -131,6 +150,10 @@ class PackedRows:
         return local // width * (width + reach) + local % width
 
     # ---- attention ----
+
+    def same_document(self, segment_ids: Int32[Array, "R L"], steps: int) -> Bool[Array, "R L"]:
+        """Whether t + steps lies in the document of t; False on padding."""
+        return (segment_ids > 0) & (self.ahead(segment_ids, steps) == segment_ids)
 
     def causal(
         self,

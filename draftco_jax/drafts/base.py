@@ -156,6 +156,11 @@ class DraftConfig:
             ...
 
     @property
+    def label_reach(self) -> int:
+        """Tokens after an index that its labels lie within: what devices exchange, and what a piece must hold."""
+        return 0
+
+    @property
     def max_draft_length(self) -> int | None:
         """Most tokens the draft can propose in a round; None: no limit."""
         return None

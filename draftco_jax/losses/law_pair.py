@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from draftco_jax.numerics.sampling import SamplingConfig, law
+from pallas_kernels.manual_axes import cast as as_varying
+from pallas_kernels.manual_axes import varying_axes
 
 Carry = TypeVar("Carry")
 
@@ -169,7 +171,9 @@ def _forward(static: _Static, draft: _Draft, fixed: _Fixed) -> tuple[LawPairTerm
         )
 
     init = (zero, zero, zero, zero, jnp.zeros_like(student.label_found))
-    soft, distance, overlap, sign_mean, mode_kept = _over_tiles(static.tile, draft.kernel.shape[1], init, step)
+    soft, distance, overlap, sign_mean, mode_kept = _over_tiles(
+        static.tile, draft.kernel.shape[1], init, step, (draft, fixed)
+    )
     if fixed.kept is not None:  # the policy's mass on ids that the draft lacks
         distance += jnp.maximum(1.0 - jnp.exp(logs.restricted - logs.policy), 0.0)
     terms = LawPairTerms(soft, hard, distance, overlap, mode_kept.astype(jnp.float32), found, hit)
@@ -202,7 +206,7 @@ def _backward(static: _Static, residuals: tuple, cotangents: LawPairTerms) -> tu
 
     width = draft.kernel.shape[1]
     init = (jnp.zeros(draft.features.shape, jnp.float32), jnp.zeros_like(draft.kernel))
-    d_features, d_kernel = _over_tiles(static.tile, width, init, step)
+    d_features, d_kernel = _over_tiles(static.tile, width, init, step, (draft, fixed, cotangents))
     return _Draft(d_features.astype(draft.features.dtype), d_kernel), None
 
 
@@ -235,7 +239,9 @@ def _walk(
 
     zero = jnp.zeros(count, jnp.float32)
     init = (jnp.full(count, -jnp.inf, jnp.float32), zero, jnp.zeros(count, jnp.int32), zero, jnp.zeros(count, bool))
-    largest, total, mode, label_logit, found = _over_tiles(static.tile, width, init, step)
+    largest, total, mode, label_logit, found = _over_tiles(
+        static.tile, width, init, step, (hidden, kernel, ids, labels, columns)
+    )
     return _Head(largest + jnp.log(total), mode, label_logit, found)
 
 
@@ -254,12 +260,13 @@ def _pair_tile(
 
 
 def _over_tiles(
-    tile: int, width: int, init: Carry, step: Callable[[Carry, Array | int, Bool[Array, " t"]], Carry]
+    tile: int, width: int, init: Carry, step: Callable[[Carry, Array | int, Bool[Array, " t"]], Carry], read: Any
 ) -> Carry:
     """Fold step(carry, start, fresh) over tiles of equal size that cover 0..width - 1.
 
     The last tile begins earlier if it would run over the end, so that no head is padded; `fresh` is False on columns
     that the tile before already had. A single tile is no loop: the compiler then makes its logits once for all passes.
+    `read`: all that the steps read; inside shard_map the carry differs over devices where any of it does.
     """
     if width <= tile:
         return step(init, 0, jnp.ones(width, bool))
@@ -272,6 +279,8 @@ def _over_tiles(
     # A while loop and not a scan: inside the scan over chunks, partial evaluation would pull what depends on the tile
     # alone out of both, the slices of the head and masks of [tokens, vocabulary], and keep them all.
     tiles = jnp.int32(-(-width // tile))
+    axes = varying_axes(*jax.tree.leaves(read))
+    init = jax.tree.map(lambda x: as_varying(x, axes), init)
     return lax.while_loop(lambda state: state[0] < tiles, body, (jnp.int32(0), init))[1]
 
 

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from draftco_jax.context_parallel import WHOLE_ROWS
 from draftco_jax.models.functional import ModelGraph, Params
 from draftco_jax.numerics.masked import masked_mean
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.numerics.shift import look_ahead
-from draftco_jax.training.objective import label_logprobs
+from draftco_jax.training.objective import label_logprobs, label_mask_ahead
 from draftco_jax.training.optimizer import OptimizerConfig, apply_gradients, make_optimizer
 from draftco_jax.types import PackedBatch
 
@@ -22,7 +23,7 @@ def cross_entropy(params: Params, batch: PackedBatch, graph: ModelGraph, chunk_t
     """- sum(label_mask * log pi(x)) / sum(label_mask), nats per label token."""
     policy = graph.merge(params)
     hidden, _ = policy(batch.tokens, batch.positions, batch.segment_ids)
-    labels, mask = look_ahead(batch.tokens, 1), look_ahead(batch.label_mask, 1)
+    labels, mask = look_ahead(batch.tokens, 1), label_mask_ahead(batch, WHOLE_ROWS)
     logprobs, _ = label_logprobs(policy, hidden, labels, SamplingConfig(), chunk_tokens)
     return -masked_mean(logprobs, mask, count=jnp.sum(mask))
 

@@ -65,6 +65,8 @@ class ObjectiveSpec:
     """Root of what a draft's loss draws at random (its anchors)."""
     packed: PackedRows = WHOLE_ROWS
     """How the batch is spread over devices."""
+    vocabulary_tile: int = 8192
+    """Columns of a head whose logits exist at one time in the draft's loss."""
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -74,7 +76,9 @@ class ObjectiveSpec:
     @property
     def context(self) -> TrainingContext:
         """What the draft's loss is told."""
-        return TrainingContext(self.sampling, self.chunk_tokens, self.draft_length, packed=self.packed)
+        return TrainingContext(
+            self.sampling, self.chunk_tokens, self.draft_length, tile=self.vocabulary_tile, packed=self.packed
+        )
 
     def draft_key(self, step: Int[Array, ""]) -> Key[Array, ""]:
         """Key of the draft's loss: a function of the seed and of the optimizer steps taken."""
@@ -95,7 +99,12 @@ def global_counts(
     labels = jnp.float32(0.0)
     if draft_cfg is not None and (denominator := family_of(draft_cfg).denominator) is not None:
         labels = denominator(batch, draft_cfg, key, packed)
-    return packed.total(Counts(jnp.sum(batch.label_mask), labels))
+    return packed.total(Counts(jnp.sum(label_mask_ahead(batch, packed)), labels))
+
+
+def label_mask_ahead(batch: PackedBatch, packed: PackedRows) -> Float32[Array, "R T"]:
+    """1 at indices whose next token is trained on and of the same document: the first token of one has no law."""
+    return packed.ahead(batch.label_mask, 1) * packed.same_document(batch.segment_ids, 1).astype(jnp.float32)
 
 
 def objective(
@@ -166,8 +175,9 @@ def _policy_objective(
 ) -> tuple[Array, dict[str, Array]]:
     """Clipped surrogate, optional k3 penalty, agreement of generator and trainer."""
     algorithm, packed, count = spec.algorithm, spec.packed, counts.policy_tokens
-    of_labels = (batch.tokens, batch.label_mask, batch.label_logprobs, batch.label_advantages)
-    labels, mask, generator_logprobs, advantages = (packed.ahead(x, 1) for x in of_labels)
+    of_labels = (batch.tokens, batch.label_logprobs, batch.label_advantages)
+    labels, generator_logprobs, advantages = (packed.ahead(x, 1) for x in of_labels)
+    mask = label_mask_ahead(batch, packed)
     logprobs, entropies = label_logprobs(policy, hidden, labels, spec.sampling, spec.chunk_tokens)
     loss, aux = clipped_surrogate(
         logprobs,
@@ -194,8 +204,8 @@ def _policy_objective(
     if reference is not None:
         initial: Decoder = spec.policy_graph.merge(jax.lax.stop_gradient(reference))
         states, _ = initial(batch.tokens, batch.positions, batch.segment_ids, packed=packed)
-        anchor, _ = label_logprobs(initial, states, labels, spec.sampling, spec.chunk_tokens)
-        penalty = packed.total(masked_mean(kl_k3(logprobs, anchor), mask, count=count))
+        initial_logprobs, _ = label_logprobs(initial, states, labels, spec.sampling, spec.chunk_tokens)
+        penalty = packed.total(masked_mean(kl_k3(logprobs, initial_logprobs), mask, count=count))
         loss = loss + algorithm.kl_coefficient * penalty
         metrics["policy/kl_reference"] = penalty
     return loss, metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from draftco_jax.context_parallel import PackedRows, check_documents
+from draftco_jax.drafts.base import DraftConfig
+from draftco_jax.drafts.catalog import family_of
 from draftco_jax.training.objective import ObjectiveSpec, global_counts, objective
 from draftco_jax.training.optimizer import apply_gradients
 from draftco_jax.types import PackedBatch
@@ -57,15 +60,52 @@ def make_update(spec: ObjectiveSpec, optimizers: Optimizers, mesh: Mesh | None =
     """
     if mesh is None and spec.packed.axes:
         raise ValueError(f"mesh=None must be the mesh with axes {spec.packed.axes} of spec.packed; pass it")
+    if mesh is not None:
+        check_mesh(spec.packed, mesh)
     return jax.jit(partial(update, spec=spec, optimizers=optimizers, mesh=mesh))
 
 
-def place_batch(batch: PackedBatch, packed: PackedRows, mesh: Mesh) -> PackedBatch:
-    """Whole rows from the host, put in the order of the ranks and spread over the mesh."""
+def check_mesh(packed: PackedRows, mesh: Mesh) -> None:
+    """Refuse a mesh that lacks an axis, or whose context axis has another size than the layout's ranks."""
+    missing = [axis for axis in packed.axes if axis not in mesh.shape]
+    if missing or not packed.axes:
+        raise ValueError(
+            f"axes={packed.axes} of packed must name at least one axis of the mesh {dict(mesh.shape)}, and no other; "
+            "set row_axes and context_axis, or pass mesh=None for one device"
+        )
+    if packed.context_axis is not None and (size := mesh.shape[packed.context_axis]) != packed.ranks:
+        raise ValueError(f"ranks={packed.ranks} must be {size}, the size of axis {packed.context_axis!r}; set it so")
+
+
+def check_rows(batch: PackedBatch, packed: PackedRows, draft_cfg: DraftConfig | None) -> None:
+    """Refuse, on the host, whole rows that an update over `packed` would not compute as one device does.
+
+    Documents must be stretches with positions 0, 1, 2, ...; a piece of a rank must hold what labels reach ahead; and
+    every anchor must find a place.
+    """
     check_documents(np.asarray(batch.segment_ids), np.asarray(batch.positions))
     layout = packed.row_layout(batch.tokens.shape[1])
+    if draft_cfg is None:
+        return
+    if packed.ranks > 1 and draft_cfg.label_reach > layout.piece:
+        raise ValueError(
+            f"label_reach={draft_cfg.label_reach} of {type(draft_cfg).__name__} must be <= {layout.piece}, the tokens "
+            f"of a piece of a row of {layout.tokens} over ranks={packed.ranks}; use longer rows, fewer ranks, or a "
+            "longer stripe"
+        )
+    family_of(draft_cfg).check_batch(batch, draft_cfg, packed)
+
+
+def place_batch(batch: PackedBatch, packed: PackedRows, mesh: Mesh, *, draft_cfg: DraftConfig | None) -> PackedBatch:
+    """Whole rows from the host, checked (`check_rows`), put in the order of the ranks and spread over the mesh."""
+    check_mesh(packed, mesh)
+    check_rows(batch, packed, draft_cfg)
+    rows, shards = batch.tokens.shape[0], math.prod(mesh.shape[axis] for axis in packed.row_axes)
+    if rows % shards:
+        raise ValueError(f"rows={rows} must be a multiple of {shards}, the devices of {packed.row_axes}; pad the batch")
+    order = packed.row_layout(batch.tokens.shape[1]).order()
     sharding = NamedSharding(mesh, batch_spec(packed))
-    return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, layout.order()], sharding), batch)
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, order], sharding), batch)
 
 
 def batch_spec(packed: PackedRows) -> PartitionSpec:

@@ -53,6 +53,7 @@ def compiled(request):
         chunk_tokens=1024,
         draft_length=3,
         packed=PACKED,
+        vocabulary_tile=256,  # of 512 columns: heads are walked in tiles, as real ones are
     )
     mesh = gpu_mesh("h100", context=RANKS)
     # Matrices in bfloat16: so are the activations, and with them what the ring sends.

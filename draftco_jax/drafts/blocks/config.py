@@ -127,6 +127,11 @@ class BlockDraftConfig(DraftConfig):
         """Drafts of a block."""
         raise NotImplementedError
 
+    @property
+    def label_reach(self) -> int:
+        """Tokens after an index that its labels lie within."""
+        return self.max_draft_length
+
     def check_target(self, target: DecoderConfig) -> None:
         """Raise ValueError where this draft cannot read that policy."""
         check_model_draft(self, target)

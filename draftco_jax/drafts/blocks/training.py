@@ -61,7 +61,7 @@ class Forward(NamedTuple):
 
 def look_ahead(batch: PackedBatch, cfg: BlockDraftConfig, packed: PackedRows = WHOLE_ROWS) -> Ahead:
     """The batch with as much of what follows as a block reaches."""
-    return Ahead(batch, cfg.max_draft_length, packed)
+    return Ahead(batch, cfg.label_reach, packed)
 
 
 def block_labels(
@@ -180,13 +180,13 @@ def block_states(
     angles = rotary_angles(positions.reshape(positions.shape[0], -1), cfg.head_dim, cfg.rope_theta)
     newest = target.embedding[at_index(batch.tokens, anchors)]
     attention = [
-        ring_attention(cfg, kind, packed, k, v, batch, anchors, keep)
+        layer_attention(cfg, kind, packed, k, v, batch, anchors, keep)
         for kind, (k, v) in zip(cfg.layer_types, context, strict=True)
     ]
     return draft.run(newest, target.embedding[cfg.mask_token_id], angles, attention)
 
 
-def ring_attention(
+def layer_attention(
     cfg: BlockDraftConfig,
     kind: LayerType,
     packed: PackedRows,

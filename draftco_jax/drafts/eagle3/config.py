@@ -76,6 +76,11 @@ class Eagle3Config(DraftConfig):
         taps = {"tap_layers": tap_layers or default, "draft_vocab_size": target.vocab_size}
         return cls(**(sizes_from(target) | taps | changes))
 
+    @property
+    def label_reach(self) -> int:
+        """Tokens after an index that its labels lie within."""
+        return self.passes + 1
+
     def check_target(self, target: DecoderConfig) -> None:
         """Raise ValueError where this draft cannot read that target."""
         check_model_draft(self, target)

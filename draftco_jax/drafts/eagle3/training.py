@@ -36,7 +36,7 @@ def from_policy(draft: Params, policy: Params) -> Params:
 
 def look_ahead(batch: PackedBatch, cfg: Eagle3Config, packed: PackedRows = WHOLE_ROWS) -> Ahead:
     """The batch with as much of what follows as the passes ask for."""
-    return Ahead(batch, cfg.passes + 1, packed)
+    return Ahead(batch, cfg.label_reach, packed)
 
 
 def pass_masks(ahead: Ahead, cfg: Eagle3Config) -> Float32[Array, "n R T"]:

@@ -101,6 +101,11 @@ class MtpConfig(DraftConfig):
         """A head of the target's own sizes."""
         return cls(**(sizes_from(target) | changes))
 
+    @property
+    def label_reach(self) -> int:
+        """Tokens after an index that its labels lie within."""
+        return self.steps + 1
+
     def check_target(self, target: DecoderConfig) -> None:
         """Raise ValueError where this draft cannot read that target."""
         check_model_draft(self, target)

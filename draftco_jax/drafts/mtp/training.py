@@ -22,7 +22,7 @@ from draftco_jax.types import PackedBatch
 
 def look_ahead(batch: PackedBatch, cfg: MtpConfig, packed: PackedRows = WHOLE_ROWS) -> Ahead:
     """The batch with as much of what follows as the steps ask for."""
-    return Ahead(batch, cfg.steps + 1, packed)
+    return Ahead(batch, cfg.label_reach, packed)
 
 
 def step_masks(ahead: Ahead, steps: int) -> Float32[Array, "n R T"]:

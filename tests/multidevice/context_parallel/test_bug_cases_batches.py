@@ -42,7 +42,7 @@ def documents(*lengths, vocabulary=17):
 def test_report_05_every_array_of_a_batch_is_spread_alike():
     """Positions sharded in another way than segment ids: a shape mismatch in one ring, a wrong mask in another."""
     packed, mesh = rows_on(4), mesh_of(4)
-    placed = place_batch(pack_supervised(documents(5, 7, 3, 1), 16, 2), packed, mesh)
+    placed = place_batch(pack_supervised(documents(5, 7, 3, 1), 16, 2), packed, mesh, draft_cfg=None)
     wanted = NamedSharding(mesh, batch_spec(packed))
     for name, value in placed._asdict().items():
         assert value.sharding.is_equivalent_to(wanted, value.ndim), name
@@ -51,7 +51,7 @@ def test_report_05_every_array_of_a_batch_is_spread_alike():
 
 def test_bug_case_b48_b49_documents_of_3_and_5_on_two_ranks_are_laid_out_once_and_all_counted():
     batch = pack_supervised(documents(3, 5), 8, 1)
-    placed = place_batch(batch, rows_on(2), mesh_of(2))
+    placed = place_batch(batch, rows_on(2), mesh_of(2), draft_cfg=None)
     order = [0, 1, 6, 7, 2, 3, 4, 5]
     for name, value in batch._asdict().items():
         np.testing.assert_array_equal(getattr(placed, name), np.asarray(value)[:, order], err_msg=name)
@@ -61,13 +61,13 @@ def test_bug_case_b48_b49_documents_of_3_and_5_on_two_ranks_are_laid_out_once_an
 def test_report_08_bug_case_b47_a_row_of_13_tokens_on_two_ranks_is_refused():
     batch = pack_supervised(documents(13), 13, 1)
     with pytest.raises(ValueError, match="13.*16"):
-        place_batch(batch, rows_on(2), mesh_of(2))
+        place_batch(batch, rows_on(2), mesh_of(2), draft_cfg=None)
 
 
 def test_report_08_bug_case_b47_the_refusal_names_the_length_of_the_row():
     batch = pack_supervised(documents(15), 15, 1)
     with pytest.raises(ValueError, match="tokens=15 .*16"):
-        place_batch(batch, rows_on(2), mesh_of(2))
+        place_batch(batch, rows_on(2), mesh_of(2), draft_cfg=None)
 
 
 def test_positions_that_are_not_restarted_are_refused_before_anything_is_laid_out():
@@ -75,7 +75,7 @@ def test_positions_that_are_not_restarted_are_refused_before_anything_is_laid_ou
     batch = pack_supervised(documents(3, 5), 8, 1)
     running_on = batch._replace(positions=np.arange(8, dtype=np.int32)[None])
     with pytest.raises(ValueError, match=r"positions\[0, 3\]=3 must be 0, its place in document 2"):
-        place_batch(running_on, rows_on(2), mesh_of(2))
+        place_batch(running_on, rows_on(2), mesh_of(2), draft_cfg=None)
 
 
 REACH = 4
@@ -96,7 +96,9 @@ def shifted():
 
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec))
     back = np.argsort(layout.order())
-    return batch, jax.tree.map(lambda x: np.asarray(x)[:, back], mapped(place_batch(batch, packed, mesh)))
+    return batch, jax.tree.map(
+        lambda x: np.asarray(x)[:, back], mapped(place_batch(batch, packed, mesh, draft_cfg=None))
+    )
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -167,7 +169,7 @@ def first_step():
             draft_length=2,
             packed=packed,
         )
-        batch = place_batch(training_batch(), packed, mesh)
+        batch = place_batch(training_batch(), packed, mesh, draft_cfg=None)
         state = init_state(policy, draft, optimizers)
         state, metrics = make_update(spec, optimizers, mesh)(state, batch, jnp.float32(1.0))
         return state, metrics, (policy, draft)

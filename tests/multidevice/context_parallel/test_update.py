@@ -19,6 +19,7 @@ from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.mtp.config import MtpConfig
+from draftco_jax.errors import UserError
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.functional import initialise
 from draftco_jax.models.qwen3 import Qwen3Config
@@ -66,6 +67,10 @@ def batch_of_rows() -> PackedBatch:
     return PackedBatch(**arrays, **labels)
 
 
+def cut(batch, tokens):
+    return jax.tree.map(lambda x: x[:, :tokens], batch)
+
+
 def packed_rows(ranks, stripe=None, **options):
     return PackedRows(ranks=ranks, context_axis="context", row_axes=("data",), stripe=stripe, tile=16, **options)
 
@@ -97,13 +102,14 @@ class Setup:
             chunk_tokens=24,
             draft_length=3,
             packed=packed,
+            vocabulary_tile=8,  # of 17 columns: the loop over tiles runs inside shard_map, as with every real head
         )
 
     def on(self, packed, mesh=None):
         """Compiled: lambda -> loss, metrics and gradients."""
         spec = self.spec(packed)
         run = jax.jit(jax.value_and_grad(joint_loss(spec, mesh), has_aux=True))
-        batch = self.batch if mesh is None else place_batch(self.batch, packed, mesh)
+        batch = self.batch if mesh is None else place_batch(self.batch, packed, mesh, draft_cfg=self.cfg)
         rest = *self.others, spec.draft_key(jnp.int32(3))
         return lambda weight=1.0: jax.device_get(run(self.params, batch, jnp.float32(weight), *rest))
 
@@ -139,9 +145,24 @@ def test_striped_ranks_beside_a_data_axis_equal_one_device(setup):
     check(setup, setup.on(packed_rows(4, stripe=8, trunk_mode="gathered"), mesh_of(4, data=2))())
 
 
-def test_a_mesh_is_asked_for_where_rows_are_spread_and_rows_must_be_stretches(setup):
+def test_what_would_not_equal_one_device_is_refused_before_anything_is_compiled(setup):
+    optimizers = Optimizers(optax.sgd(1.0), None)
     with pytest.raises(ValueError, match=r"mesh=None must be the mesh with axes \('data', 'context'\)"):
-        make_update(setup.spec(packed_rows(2)), Optimizers(optax.sgd(1.0), None))
+        make_update(setup.spec(packed_rows(2)), optimizers)
+    with pytest.raises(ValueError, match=r"ranks=4 must be 2, the size of axis 'context'"):
+        make_update(setup.spec(packed_rows(4)), optimizers, mesh_of(2))
+    for packed in (PackedRows(), PackedRows(row_axes=("rows",))):
+        with pytest.raises(ValueError, match=r"axes=.* must name at least one axis of the mesh"):
+            make_update(setup.spec(packed), optimizers, mesh_of(2))
+    three = jax.tree.map(lambda x: np.concatenate([x, x[:1]]), setup.batch)
+    with pytest.raises(ValueError, match=r"rows=3 must be a multiple of 2, the devices of \('data',\)"):
+        place_batch(three, packed_rows(2), mesh_of(2, data=2), draft_cfg=setup.cfg)
+    with pytest.raises(ValueError, match=r"label_reach=\d of .* must be <= 1, the tokens of a piece of a row of 16"):
+        place_batch(cut(setup.batch, 16), packed_rows(8), mesh_of(8), draft_cfg=setup.cfg)
+    if setup.cfg is DRAFTS["dflash"]:
+        tight = dataclasses.replace(setup.cfg, row_anchors=2)
+        with pytest.raises(UserError, match=r"row_anchors=2 must be >= \d+, the anchors that a device may have"):
+            place_batch(setup.batch, packed_rows(2), mesh_of(2), draft_cfg=tight)
     torn = setup.batch._replace(positions=setup.batch.positions + 1)
     with pytest.raises(ValueError, match=r"positions\[0, 0\]=1 must be 0"):
-        place_batch(torn, packed_rows(2), mesh_of(2))
+        place_batch(torn, packed_rows(2), mesh_of(2), draft_cfg=None)

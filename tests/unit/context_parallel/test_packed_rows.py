@@ -47,5 +47,13 @@ def test_refusals():
         PackedRows(ranks=0)
     with pytest.raises(ValueError, match=r"context_axis=None must name a mesh axis where ranks=2 > 1"):
         PackedRows(ranks=2)
+    for field, value in (("tile", 0), ("unroll", 0), ("stripe", 0)):
+        with pytest.raises(ValueError, match=rf"{field}=0 must be >= 1"):
+            PackedRows(**{field: value})
+    for field in ("implementation", "branch_implementation"):
+        with pytest.raises(ValueError, match=rf"{field}='nope' must be one of"):
+            PackedRows(**{field: "nope"})
+    with pytest.raises(ValueError, match=r"row_axes=\('c',\) must not hold context_axis='c'"):
+        PackedRows(ranks=2, context_axis="c", row_axes=("c",))
     with pytest.raises(ValueError, match=r"tokens=10 must be a positive multiple of 4"):
         PackedRows(ranks=2, context_axis="context").layout(5)
