@@ -18,7 +18,7 @@ from draftco_jax.models.mamba2 import Mamba2, Mamba2Sizes
 
 SIZES = {"hidden_size": 10, "heads": 4, "head_dim": 3, "state": 5, "groups": 2, "chunk": 8}
 LENGTH, LOOKAHEAD, BATCH = 40, 3, 4
-# float32 sums in another order, of outputs of size 1 to 5; measured 2e-6.
+# float32 sums in another order, of outputs up to 3; measured 6e-7 after eight rollbacks.
 ATOL = 1e-5
 
 
@@ -265,7 +265,9 @@ def test_bfloat16_stays_bfloat16_and_keeps_a_float32_state(layer):
         jnp.float32,
     )
     wanted = whole(layer, list(x))[:, : LOOKAHEAD + 1]
-    assert np.abs(np.asarray(y, np.float32) - wanted).max() < 0.1  # outputs up to 5, 2^-8 a rounding, a handful of them
+    assert (
+        np.abs(np.asarray(y, np.float32) - wanted).max() < 0.04
+    )  # outputs up to 2.4, 2^-9 a rounding, about six of them; measured 0.016
 
 
 @pytest.mark.parametrize(
