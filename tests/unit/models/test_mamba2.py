@@ -265,9 +265,8 @@ def test_bfloat16_stays_bfloat16_and_keeps_a_float32_state(layer):
         jnp.float32,
     )
     wanted = whole(layer, list(x))[:, : LOOKAHEAD + 1]
-    assert (
-        np.abs(np.asarray(y, np.float32) - wanted).max() < 0.04
-    )  # outputs up to 2.4, 2^-9 a rounding, about six of them; measured 0.016
+    # Outputs up to 2.4, 2^-9 a rounding, about six of them; measured 0.016.
+    assert np.abs(np.asarray(y, np.float32) - wanted).max() < 0.04
 
 
 @pytest.mark.parametrize(
