@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool
 
+from draftco_jax.bench_attention.usp import usp_facts
 from draftco_jax.context_parallel import (
     Branch,
     KeyRange,
@@ -55,7 +56,8 @@ ROW_LENGTHS = ((203, 1, 417, 95, 250), (1000,), (61, 62, 63, 64, 65, 66, 67, 68,
 def device_facts(ranks: int, documents_seed: int) -> dict[str, Any]:
     """Everything of this module. Needs so many devices."""
     mesh = Mesh(np.array(jax.devices("cpu")[:ranks]), (AXIS,))
-    return ring_facts(mesh) | anchor_facts(mesh, documents_seed)
+    sizes = {"tokens": TOKENS, "heads": HEADS, "kv_heads": KV_HEADS, "width": WIDTH, "passes": PASSES}
+    return ring_facts(mesh) | usp_facts(list(mesh.devices.flat), **sizes) | anchor_facts(mesh, documents_seed)
 
 
 def ring_facts(mesh: Mesh) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The baseline: Ulysses all-to-all inside, a ring of contiguous stretches outside, each document in a row of its own
-that is padded to the longest. For benchmarks; nothing trains with it.
+that is padded to the longest. Nothing trains with it: `draftco bench attention` compiles it to read what it sends
+(`bench_attention.usp`), and tests hold it to the dense answer.
 
 What SpecForge's sequence parallelism does for EAGLE-3 (facts: its `modeling/draft/llama3_eagle.py`), implemented with
 the same ring and the same block op as ours so that only the design differs:

@@ -42,6 +42,22 @@ def test_bytes_of_three_passes(found):
     assert both["formula"] == 9 * one and 0 <= both["formula"] - both["bytes"] <= (2 * 3 - 1) * one // (RANKS - 1)
 
 
+def test_bytes_of_the_baseline_are_its_exchanges_and_its_shorter_ring(found):
+    """A pass exchanges q, k, v and out, and sends keys of `ulysses` ranks with a share of the heads `ring` - 1 times.
+
+    Queries of a rank: its tokens, HEADS and WIDTH float32 numbers; keys and values are repeated to `ulysses` heads.
+    """
+    rows = {row["ulysses"]: row for row in found["usp_bytes"]}
+    assert {u: row["ring"] for u, row in rows.items()} == {1: 8, 2: 4, 4: 2}
+    head = devices.TOKENS // RANKS * devices.WIDTH * 4
+    for ulysses, row in rows.items():
+        kv = 2 * max(devices.KV_HEADS, ulysses)
+        assert row["exchanged_bytes"] == 3 * (2 * devices.HEADS + kv) * head * (ulysses - 1) // ulysses
+        # Two ring ranks: all passes send the same one hop, and XLA sends it once.
+        assert row["ring_bytes"] == (1 if row["ring"] == 2 else 3) * (row["ring"] - 1) * kv * head
+    assert rows[1]["over_ours"] == 1.0  # one ring of eight, like ours
+
+
 def test_no_anchor_is_dropped_and_a_dropped_one_would_be_counted(found, monkeypatch):
     assert (found["anchors_dropped"], found["anchors_added"]) == (0, 0)
     assert found["anchors_whose_block_crosses_ranks"] > 0

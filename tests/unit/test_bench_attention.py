@@ -12,7 +12,7 @@ from draftco_jax.bench_attention import counts, figure, table
 
 KEYS = {
     "ranks", "seed", "fast", "jax", "tile", "kinds", "paper", "ring_forward_bytes_over_formula",
-    "ring_forward_bytes_formula", "passes_bytes", "work_max_over_mean", "parallel_efficiency",
+    "ring_forward_bytes_formula", "passes_bytes", "usp_bytes", "work_max_over_mean", "parallel_efficiency",
     "parallel_efficiency_256k_c8", "padded_usp_work_ratio_c2", "padded_usp_work_ratio_c4", "padded_usp_work_ratio_c8",
     "padded_usp_work_ratio", "padding_alone_work_ratio", "padded_tokens_over_real", "critical_path",
     "paper_usp_milliseconds", "anchors_kept_c1", "anchors_dropped", "anchors_added",
