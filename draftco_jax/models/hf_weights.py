@@ -15,12 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from draftco_jax.config_io import from_json, to_json
 from draftco_jax.errors import UserError
+from draftco_jax.models.checkpoint_files import SafetensorsReader, write_sharded
+from draftco_jax.models.checkpoint_trees import TensorSpec, load_tree
+from draftco_jax.models.families import family_named, family_of, prefix_of, source, tensors_of
 from draftco_jax.models.functional import Params, abstract_params
-from draftco_jax.models.qwen3 import Qwen3Config
+from draftco_jax.models.transformer import DecoderConfig
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -112,29 +115,57 @@ def config_from(cls: type[Config], values: dict[str, Any], path: Path) -> Config
         raise UserError(f"{path}: {error}") from error
 
 
-def save_policy(folder: Path, cfg: Qwen3Config, params: Params, metadata: dict[str, str] | None = None) -> None:
-    """Write config.json and model.safetensors as transformers would."""
+def save_policy(folder: Path, cfg: DecoderConfig, params: Params, metadata: dict[str, str] | None = None) -> None:
+    """Write config.json and the weights as transformers would, in shards where they are large."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
-    config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
+    family = family_of(cfg)
+    config = {name: value for name, value in to_json(cfg).items() if name != "type"} | family.to_hf(cfg)
+    config |= {"architectures": [family.architecture], "model_type": family.model_types[0]}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    save_file(to_tensors(params), folder / WEIGHTS_FILE, metadata={"format": "pt"} | (metadata or {}))
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    write_sharded(folder, tensors_of(leaves, cfg), metadata={"format": "pt"} | (metadata or {}))
 
 
-def load_policy(folder: Path) -> tuple[Qwen3Config, Params]:
-    """Read a Qwen3 policy in Hugging Face layout."""
+def load_config(folder: Path) -> DecoderConfig:
+    """The config of a policy in Hugging Face layout."""
     path = folder / "config.json"
     raw = read_config(path)
-    if raw.get("model_type") != "qwen3":
-        raise UserError(f"{path}: model_type={raw.get('model_type')!r} is not supported; supported: qwen3")
-    if raw.get("use_sliding_window"):
-        raise UserError(f"{path}: use_sliding_window=true is not supported; supported: full attention")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    raw = {"rope_theta": rope["rope_theta"]} | raw if "rope_theta" in rope else raw
-    if "rope_theta" not in raw:
-        raise UserError(f"{path}: rope_theta is missing; add the value the policy was trained with")
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{path}: rope scaling {rope} is not supported; supported: plain rotary embedding")
-    cfg = config_from(Qwen3Config, raw, path)
-    weights = folder / WEIGHTS_FILE
-    return cfg, from_tensors(abstract_params(cfg.build), read_tensors(weights), str(weights))
+    family = family_named(raw.get("model_type"), path)
+    known = {name: value for name, value in family.from_hf(raw, path).items() if value is not None}
+    return config_from(family.config, {name: _as_json(value) for name, value in known.items()}, path)
+
+
+def load_policy(
+    folder: Path, *, dtype: Any = None, cut_padding: bool = False, shardings: Params | None = None
+) -> tuple[DecoderConfig, Params]:
+    """Read a policy in Hugging Face layout, array by array, straight into `shardings` where they are given.
+
+    Args:
+        folder: config.json and safetensors, in one file or in shards with their index.
+        dtype: of all arrays; None: that of fresh parameters, float32.
+        cut_padding: drop rows of embedding and head beyond vocab_size instead of refusing them.
+        shardings: a sharding for each leaf of the parameter tree.
+    """
+    cfg = load_config(folder)
+    family, reader = family_of(cfg), SafetensorsReader(folder)
+    prefix, abstract = prefix_of(family, reader), abstract_params(cfg.build)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    wanted = {
+        path: TensorSpec(
+            source=source(path, leaf.shape, cfg, reader, prefix, cut_padding=cut_padding),
+            shape=leaf.shape,
+            dtype=leaf.dtype if dtype is None else dtype,
+        )
+        for path, leaf in leaves
+    }
+    placed = None if shardings is None else dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
+    ignored = (*family.ignored, "lm_head.weight") if cfg.tie_word_embeddings else family.ignored
+    arrays = load_tree(reader, wanted, placed, ignored)
+    return cfg, jax.tree.unflatten(treedef, [arrays[path] for path, _ in leaves])
+
+
+def _as_json(value: Any) -> Any:
+    """Dataclasses (rotary scaling) and tuples as a config file holds them."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return to_json(value)
+    return [_as_json(item) for item in value] if isinstance(value, tuple) else value

@@ -161,7 +161,10 @@ class Block(nnx.Module):
 
     def _feed_forward(self, x: Array) -> Array:
         norm, ffn = self.ffn_names
-        return x + getattr(self, ffn)(getattr(self, norm)(x)) if ffn else x
+        if not ffn:
+            return x
+        y = getattr(self, ffn)(getattr(self, norm)(x))
+        return x + (y[0] if isinstance(y, tuple) else y)  # experts also say where the tokens went
 
 
 class Decoder(nnx.Module):

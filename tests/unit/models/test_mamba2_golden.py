@@ -26,7 +26,7 @@ CLAMP = (1e-3, math.inf)  # what transformers does to whole sequences; it holds 
 @pytest.fixture(scope="module")
 def golden(repository):
     """Config, tensors and computed values."""
-    folder = repository / "tests" / "golden" / "targets" / "nemotron_h"
+    folder = repository / "tests" / "golden" / "data" / "nemotron_h"
     with np.load(folder / "golden.npz") as values:
         values = dict(values)
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors"), values

@@ -1,8 +1,10 @@
-"""Holds the Qwen3 decoder to transformers: logits, taps, loss, gradients, greedy text, cached steps."""
+"""Holds every policy family to transformers: logits, taps, loss, gradients, greedy text, cached steps, files."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from draftco_jax.models.families import tensors_of
 from draftco_jax.models.functional import ModelGraph, graph_of, split
-from draftco_jax.models.hf_weights import load_policy, read_tensors, to_tensors
-from draftco_jax.models.qwen3 import Qwen3Config
-from draftco_jax.models.transformer import count_parameters, fuse_projections
+from draftco_jax.models.hf_weights import load_policy, read_tensors, save_policy
+from draftco_jax.models.nemotron_h import NemotronHConfig
+from draftco_jax.models.transformer import DecoderConfig, count_parameters, fuse_projections
 from draftco_jax.training.fine_tune import cross_entropy
 from draftco_jax.types import PackedBatch
 
@@ -24,7 +27,7 @@ ATOL = 1e-5
 class Golden(NamedTuple):
     """A checkpoint and what transformers computed with it."""
 
-    cfg: Qwen3Config
+    cfg: DecoderConfig
     graph: ModelGraph
     params: dict[str, Any]
     values: dict[str, np.ndarray]
@@ -32,10 +35,13 @@ class Golden(NamedTuple):
     tensors: dict[str, np.ndarray]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_tied"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_tied", "qwen3_moe", "qwen3_5_moe", "nemotron_h", "gpt_oss"])
 def model(request, golden) -> Golden:
     folder = golden / request.param
     cfg, params = load_policy(folder)
+    if isinstance(cfg, NemotronHConfig):
+        # transformers clamps dt at time_step_min in prefill, which made these numbers; here it is one setting.
+        cfg = dataclasses.replace(cfg, time_step_limit=(0.001, None))
     with np.load(folder / "golden.npz") as values:
         values = dict(values)
     norms = json.loads((folder / "gradnorms.json").read_text())
@@ -82,11 +88,27 @@ def test_bug_case_b63_rotary_layout_at_the_first_and_a_later_position(model, for
         np.testing.assert_allclose(logits[:, position], model.values["logits"][:, position], rtol=0, atol=ATOL)
 
 
-def test_bug_case_b63_weights_survive_the_round_trip_bit_for_bit(model):
-    written = to_tensors(model.params)
+def test_bug_case_b63_weights_survive_the_round_trip_bit_for_bit(model, tmp_path):
+    save_policy(tmp_path, model.cfg, model.params)
+    written = read_tensors(tmp_path / "model.safetensors")
     assert written.keys() == model.tensors.keys()
     for name, tensor in written.items():
         np.testing.assert_array_equal(tensor, model.tensors[name], err_msg=name)
+    cfg, params = load_policy(tmp_path)
+    assert cfg == model.cfg
+    jax.tree.map(np.testing.assert_array_equal, params, model.params)
+
+
+def gradient_norms(gradients, cfg):
+    """By published name; transformers holds all experts of a layer in one parameter, files hold one for each."""
+    squares = {}
+    for name, gradient in tensors_of(jax.tree_util.tree_flatten_with_path(gradients)[0], cfg):
+        name = re.sub(r"experts\.\d+\.(gate|up)_proj\.weight", r"experts.\1", name)
+        name = re.sub(r"experts\.\d+\.down_proj\.weight", "experts.down_proj", name)
+        gated = "up_proj" if isinstance(cfg, NemotronHConfig) else "gate_up_proj"
+        name = re.sub(r"experts\.(gate|up)$", f"experts.{gated}", name)
+        squares[name] = squares.get(name, 0.0) + float(np.sum(np.square(gradient.astype(np.float64))))
+    return {name.replace("backbone.", "model."): value**0.5 for name, value in squares.items()}
 
 
 def test_loss_and_gradient_norms(model):
@@ -94,10 +116,16 @@ def test_loss_and_gradient_norms(model):
     loss_and_gradient = jax.jit(jax.value_and_grad(lambda p, b: cross_entropy(p, b, model.graph, 4096)))
     loss, gradients = loss_and_gradient(model.params, batch)
     np.testing.assert_allclose(loss, model.values["loss"], rtol=1e-5)
-    norms = {name: np.linalg.norm(g.astype(np.float64)) for name, g in to_tensors(gradients).items()}
-    assert norms.keys() == model.gradient_norms.keys()
+    norms = gradient_norms(gradients, model.cfg)
+    expected = {name.replace("backbone.", "model."): norm for name, norm in model.gradient_norms.items()}
+    # The router's correction chooses and has no gradient; transformers keeps it out of its parameters.
+    norms = {name: norm for name, norm in norms.items() if norm > 0 or name in expected}
+    assert norms.keys() == expected.keys()
+    # Decay rates of the gated delta net: sums of terms that cancel to 1e-4 of the rest, with the rounding of the terms.
+    rounding = 5e-7 * np.linalg.norm(list(expected.values()))
     for name, norm in norms.items():
-        np.testing.assert_allclose(norm, model.gradient_norms[name], rtol=1e-5, err_msg=name)
+        atol = rounding if name.endswith("A_log") else 0.0
+        np.testing.assert_allclose(norm, expected[name], rtol=1e-5, atol=atol, err_msg=name)
 
 
 def test_greedy_text(model, forward):
@@ -119,19 +147,19 @@ def test_cached_steps_in_the_rollout_layout_equal_the_whole_row(model):
     layers = tuple(range(model.cfg.num_hidden_layers))
 
     @jax.jit
-    def step(params, tokens, start, cache):
+    def step(params, tokens, start, cache, lengths):
         policy = graph.merge(params)
-        hidden, taps, cache = policy.step(tokens, start, cache, tap_layers=layers[:-1])
+        hidden, taps, cache = policy.step(tokens, start, cache, tap_layers=layers[:-1], lengths=lengths)
         return policy.logits(hidden), taps, cache
 
     ids = jnp.asarray(model.values["ids"], jnp.int32)
     kept = jnp.array([22, 21], jnp.int32)  # row 0 keeps two of the four guesses, row 1 one
     guesses = jnp.where(jnp.arange(20, 24)[None] < kept[:, None], ids[:, 20:24], (ids[:, 20:24] + 1) % 160)
-    cache = module.empty_cache(2, 48)
-    first, first_taps, cache = step(fused, ids[:, :20], jnp.zeros(2, jnp.int32), cache)
-    _, _, cache = step(fused, guesses, jnp.full(2, 20, jnp.int32), cache)
+    cache = module.empty_cache(2, 48, lookahead=3)
+    first, first_taps, cache = step(fused, ids[:, :20], jnp.zeros(2, jnp.int32), cache, jnp.full(2, 20, jnp.int32))
+    _, _, cache = step(fused, guesses, jnp.full(2, 20, jnp.int32), cache, None)
     rest = jnp.take_along_axis(ids, kept[:, None] + jnp.arange(18)[None], axis=1)
-    last, last_taps, _ = step(fused, rest, kept, cache)
+    last, last_taps, _ = step(fused, rest, kept, cache, jnp.full(2, 18, jnp.int32))
     taps = np.concatenate([*model.values["hidden"][1:-1]], axis=-1)
     for row, start in enumerate(kept):
         for slots, logits, tap in (
