@@ -35,7 +35,6 @@ from draftco_jax.context_parallel.zigzag import (
     causal_range,
     check_documents,
     local_index,
-    shift_ahead,
     with_halo,
 )
 from pallas_kernels.block_attention import KeyRange
@@ -70,7 +69,6 @@ __all__ = [
     "save_ring_policy",
     "share_trunk",
     "sharded_ring_attention",
-    "shift_ahead",
     "to_ranks",
     "with_halo",
 ]

@@ -76,17 +76,6 @@ def anchor_range(
     return _blank(KeyRange(first, last), jnp.broadcast_to(live[:, :, None], first.shape))
 
 
-def shift_ahead(
-    x: Shaped[Array, "R L *rest"], steps: int, layout: Split, axis: str | None, *, fill: float | int | bool = 0
-) -> Shaped[Array, "R L *rest"]:
-    """y[t] = x[t + steps] in the order of the whole sequence; `fill` where the sequence ends.
-
-    Documents are not looked at: compare shifted segment ids with the own ones, as without context parallelism.
-    """
-    ahead = with_halo(x, steps, layout, axis, fill=fill)[:, :, steps:]
-    return ahead.reshape(x.shape)
-
-
 def with_halo(
     x: Shaped[Array, "R L *rest"], steps: int, layout: Split, axis: str | None, *, fill: float | int | bool = 0
 ) -> Shaped[Array, "R p e *rest"]:

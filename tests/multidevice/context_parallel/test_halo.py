@@ -14,8 +14,8 @@ from draftco_jax.context_parallel import (
     Zigzag,
     from_ranks,
     local_index,
-    shift_ahead,
     to_ranks,
+    with_halo,
 )
 from draftco_jax.numerics.shift import look_ahead, same_document
 
@@ -26,6 +26,11 @@ TOKENS = PartitionSpec(None, AXIS)
 def on_ranks(cases, layout, function, *specs):
     mesh = cases.mesh_of(layout.ranks)
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=TOKENS, check_vma=True))
+
+
+def shift_ahead(x, steps, layout, axis):
+    """y[t] = x[t + steps] in the order of the whole sequence, read from the halo; 0 at its end."""
+    return with_halo(x, steps, layout, axis)[:, :, steps:].reshape(x.shape)
 
 
 LAYOUTS = [
