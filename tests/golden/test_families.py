@@ -121,10 +121,11 @@ def test_loss_and_gradient_norms(model):
     # The router's correction chooses and has no gradient; transformers keeps it out of its parameters.
     norms = {name: norm for name, norm in norms.items() if norm > 0 or name in expected}
     assert norms.keys() == expected.keys()
-    # Decay rates of the gated delta net: sums of terms that cancel to 1e-4 of the rest, with the rounding of the terms.
-    rounding = 5e-7 * np.linalg.norm(list(expected.values()))
+    # Decay rates of recurrent layers: sums of terms that all but cancel (norms of 3e-4 in a gradient of norm 9), so what
+    # is left is as exact as the terms are.
+    rounding = 5e-8 * np.linalg.norm(list(expected.values()))
     for name, norm in norms.items():
-        atol = rounding if name.endswith("A_log") else 0.0
+        atol = rounding if name.endswith(("linear_attn.A_log", "linear_attn.dt_bias")) else 0.0
         np.testing.assert_allclose(norm, expected[name], rtol=1e-5, atol=atol, err_msg=name)
 
 
