@@ -128,7 +128,7 @@ def _chunks(x: DeltaInputs, documents: Documents, chunk: int) -> _Chunks:
     system = jnp.where(strict[None, None, None, None], beta[..., None] * decay * gram, 0.0)
     keys = jnp.broadcast_to(k[:, :, :, None], (*beta.shape, k.shape[-1]))
     right = beta[..., None] * jnp.concatenate([v, from_start[..., None] * keys], axis=-1)
-    solved = lax.linalg.triangular_solve(system, right, left_side=True, lower=True, unit_diagonal=True)
+    solved = _dot("nrhgts,nrhgsw->nrhgtw", _unit_lower_inverse(system), right)
     new, erased = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     scores = decay * _dot("nrhtk,nrhsk->nrhts", q, k)[:, :, :, None]
     return _Chunks(
@@ -153,6 +153,26 @@ def _decays(
     between = jnp.cumsum(jnp.where(later, log_decay[..., :, None], 0.0), axis=-2)
     decay = jnp.where(seen, jnp.exp(jnp.where(seen, between, 0.0)), 0.0)
     return decay, jnp.where(number == 0, jnp.exp(jnp.cumsum(log_decay, axis=-1)), 0.0)
+
+
+def _unit_lower_inverse(strict: Float32[Array, "*b c c"]) -> Float32[Array, "*b c c"]:
+    """(I + strict)^-1 by blocks that double: the lower left one of two is -(inverse below) strict (inverse above).
+
+    Only matmuls: a triangular solve of small systems runs row by row, and a loop over the gradient of jaxlib 0.10.2's
+    was seen to hang on two CPU cores. The series of powers of `strict` would lose all digits where keys are alike.
+    """
+    size = strict.shape[-1]
+    place = jnp.arange(size, dtype=jnp.int32)
+    batch = (None,) * (strict.ndim - 2)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), strict.shape)
+    block = 1
+    while block < size:
+        number = place // block
+        corner = (number[:, None] % 2 == 1) & (number[:, None] - 1 == number[None, :])
+        between = jnp.where(corner[batch], strict, 0.0)
+        inverse = inverse - _dot("...ts,...sw->...tw", _dot("...ts,...sw->...tw", inverse, between), inverse)
+        block *= 2
+    return inverse
 
 
 def _run(chunks: _Chunks, state: Float32[Array, "R K G dk dv"]) -> tuple[Array, Array]:

@@ -153,6 +153,16 @@ def test_small_decays_behind_a_large_one_are_kept():
     close(delta_rule_chunked(x, whole(1, CHUNK))[0][0], wanted)
 
 
+def test_alike_keys_lose_no_digits():
+    """One key for 37 tokens, written in full and never forgotten: powers of the system exceed 1e9, its inverse stays at 1."""
+    x = draw(8, 1, TOKENS)
+    x = x._replace(k=x.k.at[:].set(x.k[:, :1]), log_decay=0 * x.log_decay, beta=jnp.ones_like(x.beta))
+    wanted, state = formula(x, 0, slice(None))
+    out, last = delta_rule_chunked(x, whole(1, TOKENS))
+    close(out[0], wanted)
+    close(last[0], state)
+
+
 def test_a_row_shorter_than_the_chunk_is_one_chunk_of_its_length():
     x = draw(7, 1, 3)
     out, last = jax.eval_shape(delta_rule_chunked, x, whole(1, 3))
