@@ -154,7 +154,7 @@ def test_small_decays_behind_a_large_one_are_kept():
 
 
 def test_alike_keys_lose_no_digits():
-    """One key for 37 tokens, written in full and never forgotten: powers of the system exceed 1e9, its inverse stays at 1."""
+    """One key for 37 tokens, written in full and never forgotten: powers of the system pass 1e9, its inverse 1."""
     x = draw(8, 1, TOKENS)
     x = x._replace(k=x.k.at[:].set(x.k[:, :1]), log_decay=0 * x.log_decay, beta=jnp.ones_like(x.beta))
     wanted, state = formula(x, 0, slice(None))
