@@ -9,16 +9,22 @@ from typing import Literal
 
 from draftco_jax.config_io import apply_overrides, load_python_config
 from draftco_jax.drafts.base import DraftConfig
-from draftco_jax.drafts.catalog import family_of
+from draftco_jax.drafts.catalog import draft_configs, family_of
 from draftco_jax.environments.catalog import TaskConfig
 from draftco_jax.errors import UserError
-from draftco_jax.models.qwen3 import Qwen3Config
+from draftco_jax.models.families import policy_configs
+from draftco_jax.models.transformer import DecoderConfig
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.training.objective import GrpoConfig
 from draftco_jax.training.optimizer import OptimizerConfig
 
 SHIPPED = "shipped:"
 _ASSETS = Path(__file__).parent / "assets"
+
+
+def config_registry() -> tuple[type, ...]:
+    """Config classes that may stand where a field names a base class, for reading a saved config back."""
+    return (*draft_configs(), *policy_configs())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +104,7 @@ class RunConfig:
 
     steps: int
     task: TaskConfig
-    policy: Qwen3Config
+    policy: DecoderConfig
     policy_checkpoint: str | None
     """Folder in Hugging Face layout, `shipped:NAME`, or none for random weights."""
     rollout: RolloutConfig

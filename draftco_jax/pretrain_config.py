@@ -12,7 +12,7 @@ from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.environments.catalog import TaskConfig
 from draftco_jax.losses.draft import DraftLossConfig
-from draftco_jax.models.qwen3 import Qwen3Config
+from draftco_jax.models.transformer import DecoderConfig
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.training.optimizer import OptimizerConfig
 
@@ -69,7 +69,7 @@ class PretrainConfig:
     steps: int
     """Optimizer steps on the draft's own loss; those of `adaptation` come after them."""
     task: TaskConfig
-    policy: Qwen3Config
+    policy: DecoderConfig
     policy_checkpoint: str | None
     """Folder in Hugging Face layout, `shipped:NAME`, or none for random weights."""
     draft: DraftConfig

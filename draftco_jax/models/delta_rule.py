@@ -158,7 +158,7 @@ def _decays(
 def _unit_lower_inverse(strict: Float32[Array, "*b c c"]) -> Float32[Array, "*b c c"]:
     """(I + strict)^-1 by blocks that double: the lower left one of two is -(inverse below) strict (inverse above).
 
-    Only matmuls: a triangular solve of small systems runs row by row, and a loop over the gradient of jaxlib 0.10.2's
+    Only matmuls: a triangular solve of small systems runs row by row, and that of jaxlib for CPUs hung under load.
     was seen to hang on two CPU cores. The series of powers of `strict` would lose all digits where keys are alike.
     """
     size = strict.shape[-1]

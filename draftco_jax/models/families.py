@@ -253,6 +253,11 @@ def written_rope(theta: float, scaling: Scaling | None) -> Raw:
     )
 
 
+def policy_configs() -> tuple[type[DecoderConfig], ...]:
+    """Config classes of all families: what may stand where a config file names a policy."""
+    return tuple(family.config for family in FAMILIES)
+
+
 def family_of(cfg: DecoderConfig) -> PolicyFamily:
     """The family of a config."""
     return next(family for family in FAMILIES if family.config is type(cfg))

@@ -121,8 +121,8 @@ def test_loss_and_gradient_norms(model):
     # The router's correction chooses and has no gradient; transformers keeps it out of its parameters.
     norms = {name: norm for name, norm in norms.items() if norm > 0 or name in expected}
     assert norms.keys() == expected.keys()
-    # Decay rates of recurrent layers: sums of terms that all but cancel (norms of 3e-4 in a gradient of norm 9), so what
-    # is left is as exact as the terms are.
+    # Decay rates of recurrent layers: sums of terms that all but cancel (norms of 3e-4 in a gradient of norm 9).
+    # Against float64 it is the file that is off there, by 3e-5 relative in one layer.
     rounding = 5e-8 * np.linalg.norm(list(expected.values()))
     for name, norm in norms.items():
         atol = rounding if name.endswith(("linear_attn.A_log", "linear_attn.dt_bias")) else 0.0

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from draftco_jax.config import resolve_checkpoint
+from draftco_jax.config import config_registry, resolve_checkpoint
 from draftco_jax.config_io import from_json
-from draftco_jax.drafts.catalog import draft_configs
 
 # --set texts -> what the line must say: name, value, rule, way out
 BAD_SETTINGS = [
@@ -245,4 +244,4 @@ def test_a_process_of_its_own_refuses_in_one_line_too(small_options, environment
 def test_the_saved_config_is_the_one_that_was_given(finished):
     config, run_dir, _ = finished("off")
     saved = json.loads((run_dir / "config.json").read_text())
-    assert from_json(type(config), saved, draft_configs()) == config
+    assert from_json(type(config), saved, config_registry()) == config

@@ -94,9 +94,9 @@ def test_bug_case_b110_a_useless_draft_sets_the_alarm_and_is_told_once(config, t
 
 
 def test_saved_configs_name_their_family(config):
+    from draftco_jax.config import config_registry
     from draftco_jax.config_io import from_json, to_json
-    from draftco_jax.drafts.catalog import draft_configs
 
     for name in ("dflash", "dspark", "mtp", "ngram", "suffix"):
         cfg = config(name)
-        assert from_json(dc.RunConfig, json.loads(json.dumps(to_json(cfg))), draft_configs()) == cfg
+        assert from_json(dc.RunConfig, json.loads(json.dumps(to_json(cfg))), config_registry()) == cfg

@@ -294,9 +294,9 @@ def test_more_rows_than_there_are_is_one_line_and_a_draft_of_other_sizes_leaves_
 
 
 def test_bug_case_b104_draft_the_saved_config_is_read_back(finished):
+    from draftco_jax.config import config_registry
     from draftco_jax.config_io import from_json
-    from draftco_jax.drafts.catalog import draft_configs
 
     config, run_dir, _ = finished("eagle3_reduced")
     saved = json.loads((run_dir / "config.json").read_text())
-    assert from_json(PretrainConfig, saved, draft_configs()) == config
+    assert from_json(PretrainConfig, saved, config_registry()) == config

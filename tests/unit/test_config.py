@@ -14,11 +14,11 @@ from draftco_jax.config import (
     RolloutConfig,
     RunConfig,
     SpeedConfig,
+    config_registry,
     load_config,
     resolve_checkpoint,
 )
 from draftco_jax.config_io import from_json, to_json
-from draftco_jax.drafts.catalog import draft_configs
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.environments.arithmetic import ArithmeticConfig
 from draftco_jax.errors import UserError
@@ -119,7 +119,7 @@ def load_any(path):
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_shipped_config_survives_its_saved_form(path):
     config = load_any(path)
-    assert from_json(type(config), json.loads(json.dumps(to_json(config))), draft_configs()) == config
+    assert from_json(type(config), json.loads(json.dumps(to_json(config))), config_registry()) == config
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)

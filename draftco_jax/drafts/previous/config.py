@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from draftco_jax.drafts.base import DraftConfig
-from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.models.transformer import DecoderConfig
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ class PreviousConfig(DraftConfig):
     """Whose weights wrote the earlier texts, and how long these may be."""
 
     tap_layers: ClassVar[tuple[int, ...]] = ()
-    policy: Qwen3Config
+    policy: DecoderConfig
     """The policy being trained: the draft's weights are an older version of it."""
     history_tokens: int
     """H: room for a request's earlier text, prompt included; a longer one is cut."""

@@ -72,7 +72,7 @@ def test_rope_settings_of_newer_files_are_read(saved):
 
 def test_bug_case_b61_a_missing_or_unknown_tensor_is_named(saved):
     rewrite(saved, **{"lm_head.weight": None})
-    assert_one_line(saved, r"missing tensors \['lm_head.weight'\]")
+    assert_one_line(saved, r"missing tensors lm_head.weight")
     rewrite(saved, **{"model.extra.weight": np.zeros(3, np.float32)})
     assert_one_line(saved, "model.extra.weight")
 
@@ -82,18 +82,18 @@ def test_damaged_weights_are_named(saved):
     rewrite(saved, **{name: np.full_like(good, np.nan)})
     assert_one_line(saved, f"{name} holds a value that is not finite")
     rewrite(saved, **{name: good[:-1]})
-    assert_one_line(saved, rf"{name} has shape \(15,\), config.json asks for \(16,\)")
+    assert_one_line(saved, rf"{name} in model.safetensors with stored shape \(15,\) .* but \(16,\) is asked for")
     path = saved / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert_one_line(saved, "cut short")
     path.unlink()
-    assert_one_line(saved, "does not exist")
+    assert_one_line(saved, "holds neither model.safetensors nor model.safetensors.index.json")
 
 
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
-        ({"model_type": "llama"}, "model_type='llama'"),
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: gpt_oss, llama"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling .*yarn"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),

@@ -11,6 +11,7 @@ from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.drafts.ngram.config import NGramConfig
 from draftco_jax.drafts.previous.config import PreviousConfig
 from draftco_jax.drafts.suffix.config import SuffixConfig
+from draftco_jax.models.families import policy_configs
 from draftco_jax.models.qwen3 import Qwen3Config
 
 CONFIGS = [
@@ -24,5 +25,5 @@ CONFIGS = [
 @pytest.mark.parametrize("cfg", CONFIGS, ids=lambda cfg: type(cfg).__name__)
 def test_a_draft_config_is_read_back_as_it_was_saved(cfg):
     saved = json.loads(json.dumps(to_json(cfg)))
-    assert from_json(type(cfg), saved) == cfg
+    assert from_json(type(cfg), saved, policy_configs()) == cfg
     assert cfg.tap_layers == () and "tap_layers" not in saved
