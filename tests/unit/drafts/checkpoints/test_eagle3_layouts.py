@@ -185,7 +185,7 @@ class Adds(nnx.Module):
     def __init__(self, layer):
         self.step = 10.0**layer
 
-    def __call__(self, x, angles, seen, packed):
+    def __call__(self, x, call):
         return x + self.step
 
 
