@@ -73,7 +73,7 @@ def compiled(request):
 
 
 def test_what_is_sent_is_rings_halos_anchors_and_sums_and_no_hop_of_a_ring_is_exposed(compiled):
-    """Keys are under way beside loops and kernels; the last hop of gradients beside the projections that follow."""
+    """Hops inside a loop are beside kernels; single ones, first or last of a backward, at least beside a matmul."""
     hlo = compiled.as_text()
     assert {c.kind for c in collectives(hlo)} <= {"collective-permute", "all-reduce", "all-gather"}
     hop = 2 * TOKENS // RANKS * POLICY.num_key_value_heads * POLICY.head_dim * 2
@@ -81,7 +81,7 @@ def test_what_is_sent_is_rings_halos_anchors_and_sums_and_no_hop_of_a_ring_is_ex
     assert len(rings) >= 12, "two layers of the policy and the draft, forward and backward"
     for span in rings:
         assert span.asynchronous and span.overlaps, span
-        assert span.hidden or (span.dtype, span.times) == ("f32", 1), span
+        assert span.hidden or span.times == 1, span
         assert any("dot" in work.name or work.kind != "fusion" for work in span.overlaps), span
 
 
