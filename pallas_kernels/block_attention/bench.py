@@ -7,20 +7,18 @@ round's median. "dense" keeps all scores in memory and is what one would write w
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.bench_command import parse, write_rows
 from pallas_kernels.block_attention import KeyRange, block_attention, block_attention_backward
 from pallas_kernels.block_attention.shapes import SHAPES, Shape
 
@@ -138,23 +136,16 @@ def measure(name: str, rounds: int) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.block_attention.bench", description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=5, help="times each program runs (default 5)")
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="may be given several times")
-    given = parser.parse_args(arguments)
-    if given.rounds < 1:
-        parser.error(f"rounds={given.rounds} must be >= 1; 5 is the default")
     default = GPU_DEFAULT if jax.default_backend() == "gpu" else CPU_DEFAULT
-    rows = [row for name in given.shape or default for row in measure(name, given.rounds)]
+    given = parse(arguments, op="block_attention", about=__doc__, shapes=SHAPES, default=default, rounds=5)
+    rows = [row for name in given.shapes for row in measure(name, given.rounds)]
     sys.stdout.write(f"{'shape':<18}{'what':<9}{'implementation':<18}{'seconds':>10}{'cpu s':>10}{'/ dense':>9}\n")
     for row in rows:
         sys.stdout.write(
             f"{row.shape:<18}{row.what:<9}{row.implementation:<18}"
             f"{row.seconds:>10.4f}{row.cpu_seconds:>10.4f}{row.over_dense:>9.3f}\n"
         )
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_rows(given.json, rows)
     return 0
 
 

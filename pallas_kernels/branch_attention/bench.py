@@ -8,20 +8,18 @@ in every round, so that a busy machine slows all of them alike; seconds are medi
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bench_command import parse, write_rows
 from pallas_kernels.block_attention.records import Partial
 from pallas_kernels.branch_attention import Branch, branch_attention, branch_attention_backward
 from pallas_kernels.branch_attention.pallas_block import chunks
@@ -133,15 +131,9 @@ def measure(name: str, rounds: int) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.branch_attention.bench", description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=11, help="times each program runs (default 11)")
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="may be given several times")
-    given = parser.parse_args(arguments)
-    if given.rounds < 1:
-        parser.error(f"rounds={given.rounds} must be >= 1; 11 is the default")
     default = GPU_DEFAULT if jax.default_backend() == "gpu" else CPU_DEFAULT
-    rows = [row for name in given.shape or default for row in measure(name, given.rounds)]
+    given = parse(arguments, op="branch_attention", about=__doc__, shapes=SHAPES, default=default, rounds=11)
+    rows = [row for name in given.shapes for row in measure(name, given.rounds)]
     head = ("shape", "what", "implementation", "seconds", "/ blockwise", "MB", "/ minimum", "GB/s")
     sys.stdout.write("{:<24}{:<10}{:<18}{:>10}{:>13}{:>10}{:>11}{:>8}\n".format(*head))
     for row in rows:
@@ -149,8 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{row.shape:<24}{row.what:<10}{row.implementation:<18}{row.seconds:>10.6f}{row.over_blockwise:>13.3f}"
             f"{row.bytes_moved / 1e6:>10.3f}{row.bytes_over_minimum:>11.2f}{row.gigabytes_per_second:>8.2f}\n"
         )
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_rows(given.json, rows)
     return 0
 
 

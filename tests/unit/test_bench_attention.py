@@ -27,7 +27,7 @@ MEMORY = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder and the JSON of one run; this session has one device, so the rings are compiled by another process."""
+    """The folder and the JSON of one run; this process has one device, so the rings are compiled by another one."""
     folder = tmp_path_factory.mktemp("bench")
     written = ["--json", str(folder / "a.json"), "--plot", str(folder / "a.png")]
     settings = [word for s in ("documents=64", "tokens=128", "repetitions=1") for word in ("--set", s)]
