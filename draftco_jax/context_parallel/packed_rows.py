@@ -54,6 +54,10 @@ class PackedRows:
     """Ring steps in one loop body."""
     trunk_mode: TrunkMode = "replay"
     """How a trunk is served that is read more than once; `pick_trunk_mode` says what fits."""
+    tensor_axis: str | None = None
+    """Mesh axis that heads and hidden widths of the weights are split over; tokens are the same on all its ranks."""
+    expert_axis: str | None = None
+    """Mesh axis that the experts of a mixture are split over: one of `axes`, or `tensor_axis`."""
 
     def __post_init__(self) -> None:
         """Refuse what no ring could run with."""
@@ -73,6 +77,16 @@ class PackedRows:
         if self.context_axis in self.row_axes:
             raise ValueError(
                 f"row_axes={self.row_axes} must not hold context_axis={self.context_axis!r}; give two axes"
+            )
+        if self.tensor_axis is not None and self.tensor_axis in self.axes:
+            raise ValueError(
+                f"tensor_axis={self.tensor_axis!r} must not be among {self.axes}, which tokens are split over; "
+                "give another axis"
+            )
+        if self.expert_axis is not None and self.expert_axis not in (*self.axes, self.tensor_axis):
+            raise ValueError(
+                f"expert_axis={self.expert_axis!r} must be one of {self.axes} or tensor_axis={self.tensor_axis!r}; "
+                "add it to row_axes"
             )
         if self.ranks > 1 and self.context_axis is None:
             raise ValueError(

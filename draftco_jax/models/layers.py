@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+
 Initializer = Callable[..., Array]
 
 
@@ -136,8 +138,9 @@ class GatedMLP(nnx.Module):
         )
         self.down_proj = Linear((hidden, width), ("mlp", "embed"), rngs=rngs, init=down_init)
 
-    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    def __call__(self, x: Float[Array, "*b D"], packed: PackedRows = WHOLE_ROWS) -> Float[Array, "*b D"]:
         """Two projections up, one down."""
+        del packed
         gate, up = self.gate_up(x)
         return self.down_proj(jax.nn.silu(gate) * up)
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.grouped_matmul import GroupedMatmul, grouped_matmul
 from draftco_jax.models.layers import GatedMLP, Initializer, Linear, parameter
 from draftco_jax.models.moe_routing import Router, RouterConfig, Routing
@@ -77,8 +78,9 @@ class SquaredReluMLP(nnx.Module):
         self.up_proj = Linear((width, hidden), ("embed", "mlp"), rngs=rngs)
         self.down_proj = Linear((hidden, width), ("mlp", "embed"), rngs=rngs, init=down_init)
 
-    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    def __call__(self, x: Float[Array, "*b D"], packed: PackedRows = WHOLE_ROWS) -> Float[Array, "*b D"]:
         """One projection up, one down."""
+        del packed
         return self.down_proj(jnp.square(jax.nn.relu(self.up_proj(x))))
 
 
@@ -201,20 +203,20 @@ class MoE(nnx.Module):
             self.shared_expert_gate = Linear((cfg.hidden_size, 1), ("embed", "unit"), rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "*b D"], *, routing: Routing | None = None, expert_axis: str | None = None
+        self, x: Float[Array, "*b D"], packed: PackedRows = WHOLE_ROWS, *, routing: Routing | None = None
     ) -> tuple[Float[Array, "*b D"], Routing]:
         """Output in the dtype of x, and where the tokens went.
 
         `routing`: replay; its ids are used (but for tokens with an id of -1), the weights are the present router's.
-        `expert_axis`: the axis, inside shard_map, over which experts and tokens are split.
+        `packed.expert_axis`: the axis, inside shard_map, over which experts and tokens are split.
         """
         flat = x.reshape(-1, x.shape[-1])
         recorded = None if routing is None else routing.ids.reshape(-1, self.cfg.router.num_experts_per_tok)
         chosen = self.gate(flat, recorded)
-        if expert_axis is None:
+        if packed.expert_axis is None:
             y = mix(self.experts, flat, chosen.ids, chosen.weights)
         else:
-            y = mix_over_axis(self.experts, flat, chosen, expert_axis, self.cfg.router.num_experts)
+            y = mix_over_axis(self.experts, flat, chosen, packed.expert_axis, self.cfg.router.num_experts)
         if self.cfg.shared_expert_intermediate_size:
             y = y + self.shared(flat)
         chosen = Routing(*(part.reshape(*x.shape[:-1], -1) for part in chosen))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.functional import abstract_params, graph_of
 from draftco_jax.models.moe import MoE, MoEConfig
 from draftco_jax.models.moe_routing import RouterConfig, Routing
@@ -43,6 +44,11 @@ def layer(kind: str):
     return graph, params, specs
 
 
+def over(axis: str | None) -> PackedRows:
+    """Rows and experts over an axis; None: one device."""
+    return WHOLE_ROWS if axis is None else PackedRows(row_axes=(axis,), expert_axis=axis)
+
+
 def spread(function, specs, outputs):
     """The function of (params, x, c, ids) as one program over four devices, rows of tokens split too."""
     mesh = Mesh(np.array(jax.devices()[:RANKS]), ("expert",))
@@ -63,7 +69,7 @@ def test_four_devices_equal_one_in_value_and_gradients(kind, hot):
 
     def run(params, x, c, ids, axis):
         def loss(params, x):
-            y, routing = graph.merge(params)(x, routing=Routing.recorded(ids), expert_axis=axis)
+            y, routing = graph.merge(params)(x, over(axis), routing=Routing.recorded(ids))
             return jnp.sum(c * y), (y, routing)
 
         (_, (y, routing)), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
@@ -84,7 +90,7 @@ def test_four_devices_equal_one_in_value_and_gradients(kind, hot):
 def test_experts_that_were_not_split_are_refused():
     graph, params, specs = layer("swiglu")
     whole = jax.tree.map(lambda _: WHOLE, specs)
-    run = spread(lambda params, x, c, ids: graph.merge(params)(x, expert_axis="expert")[0], whole, SPLIT)
+    run = spread(lambda params, x, c, ids: graph.merge(params)(x, over("expert"))[0], whole, SPLIT)
     with pytest.raises(ValueError, match=r"experts.count=8 must be num_experts=8 / 4 ranks of 'expert'; split"):
         run(params, X, X, jnp.zeros((4, 6, 3), jnp.int32))
 
