@@ -8,7 +8,8 @@
 
 Only these tensors are read, so the folder may be that of the policy. Copies of embedding and head are left aside: the
 live ones are used. One dense layer is supported; latent attention, mixtures of experts, biases and several heads are
-refused by name. The style decides what a head computes, so names that do not tell it need `mtp_style` in config.json.
+refused by name. The heads of Qwen3.5's and Nemotron-3.5's mixture-of-experts policies are mixtures themselves, so they
+are refused. The style decides what a head computes, so names that do not tell it need `mtp_style` in config.json.
 
 Written are the `mtp.` names, ready to be laid beside a policy's, with `mtp_style` in a config.json of the head alone.
 """
@@ -45,6 +46,8 @@ PREFIX = "mtp."
 _CLASS = "Qwen3_5MTP"
 _STYLES = get_args(get_type_hints(MtpConfig)["style"])
 _QWEN_TYPES = ("qwen3_5", "qwen3_next")
+_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Keys under which config.json counts the layers of heads."""
 _REFUSED = {
     "kv_a_proj": "latent attention (MLA)",
     "q_a_proj": "latent attention (MLA)",
@@ -86,8 +89,7 @@ def save_mtp(folder: Path, cfg: MtpConfig, graph: ModelGraph, params: Params, sh
 def load_mtp(folder: Path, training: MtpConfig | None = None) -> tuple[MtpConfig, ModelGraph, Params]:
     """Read the head of a folder; `training` says how it is to be trained, and supplies what the file does not say."""
     outer = read_settings(folder)
-    settings = outer.section("text_config") if outer.raw.get("text_config") else outer
-    naming = _find(folder, settings)
+    settings, naming = _inner(outer), _find(folder, outer)
     tensors = _canonical(read_draft_tensors(folder, lambda name: name.startswith(naming.prefix)), naming, str(folder))
     values = _values(settings, tensors, naming, training)
     extra = ("rotary_fraction",) if naming.style == "qwen3_5" else ()
@@ -95,37 +97,27 @@ def load_mtp(folder: Path, training: MtpConfig | None = None) -> tuple[MtpConfig
     return cfg, graph_of(cfg.build), from_tensors(abstract_params(cfg.build), tensors, str(folder), prefix="")
 
 
-def _find(folder: Path, settings: Settings) -> _Naming:
-    """Which of the layouts the folder holds a head in."""
-    names = tensor_names(folder)
-    depth = settings.raw.get("num_hidden_layers")
-    found = [
-        naming
-        for naming in (
-            _Naming(PREFIX, {}, _style(settings)),
-            _Naming(
-                f"model.layers.{depth}.",
-                {
-                    "enorm.": "pre_fc_norm_embedding.",
-                    "hnorm.": "pre_fc_norm_hidden.",
-                    "eh_proj.": "fc.",
-                    "shared_head.norm.": "norm.",
-                },
-                "deepseek",
-            ),
-            _Naming(
-                "model.mtp_layers.0.",
-                {
-                    "token_layernorm.": "pre_fc_norm_embedding.",
-                    "hidden_layernorm.": "pre_fc_norm_hidden.",
-                    "input_proj.": "fc.",
-                    "final_layernorm.": "norm.",
-                },
-                "mimo",
-            ),
+def head_prefix(folder: Path) -> str:
+    """What the names of the folder's head begin with. No weight is read; a head not supported here is refused."""
+    outer = read_settings(folder)
+    return _find(folder, outer).prefix
+
+
+def _inner(outer: Settings) -> Settings:
+    """Settings of the text model, which multimodal policies nest."""
+    return outer.section("text_config") if outer.raw.get("text_config") else outer
+
+
+def _find(folder: Path, outer: Settings) -> _Naming:
+    """Which of the layouts the folder holds a head in, after heads of another kind are refused."""
+    settings, names = _inner(outer), tensor_names(folder)
+    depth, count = settings.raw.get("num_hidden_layers"), outer.find(*_COUNTS, sections=("text_config",))
+    found = [naming for naming in _namings(settings) if any(name.startswith(naming.prefix) for name in names)]
+    if not found and count:
+        raise outer.refusal(
+            f"{' / '.join(_COUNTS)}={count}, but the files hold no prediction head: transformers leaves it out when it "
+            "saves a policy; give the checkpoint as it was published"
         )
-        if any(name.startswith(naming.prefix) for name in names)
-    ]
     if len(found) != 1:
         seen = ", ".join(naming.prefix for naming in found) or "none"
         raise UserError(
@@ -137,12 +129,59 @@ def _find(folder: Path, settings: Settings) -> _Naming:
     next_head = further.get(naming.prefix) or f"model.layers.{(depth or 0) + 1}."
     if any(name.startswith(next_head) for name in names):
         raise UserError(f"{folder} holds several prediction heads ({next_head}*); supported: one head of one layer")
+    if count not in (None, 1):
+        raise outer.refusal(f"{' / '.join(_COUNTS)}={count} must be 1; supported: one head of one layer")
+    _refuse_other_bodies({name for name in names if name.startswith(naming.prefix)}, folder)
     if naming.style is None:
-        raise settings.refusal(
-            f"mtp.* tensors of model_type={settings.raw.get('model_type')} may follow any style; add mtp_style, one of "
-            f"{', '.join(_STYLES)}: it decides the order of the fused pair, what is fed back and how norms are stored"
-        )
+        raise _unknown_style(settings)
     return naming
+
+
+def _namings(settings: Settings) -> tuple[_Naming, ...]:
+    """The layouts there are."""
+    return (
+        _Naming(PREFIX, {}, _style(settings)),
+        _Naming(
+            f"model.layers.{settings.raw.get('num_hidden_layers')}.",
+            {
+                "enorm.": "pre_fc_norm_embedding.",
+                "hnorm.": "pre_fc_norm_hidden.",
+                "eh_proj.": "fc.",
+                "shared_head.norm.": "norm.",
+            },
+            "deepseek",
+        ),
+        _Naming(
+            "model.mtp_layers.0.",
+            {
+                "token_layernorm.": "pre_fc_norm_embedding.",
+                "hidden_layernorm.": "pre_fc_norm_hidden.",
+                "input_proj.": "fc.",
+                "final_layernorm.": "norm.",
+            },
+            "mimo",
+        ),
+    )
+
+
+def _unknown_style(settings: Settings) -> UserError:
+    kind = settings.raw.get("model_type")
+    if kind == "nemotron_h":
+        return settings.refusal(
+            "prediction heads of model_type=nemotron_h are a block of attention and one of experts; supported: one "
+            "dense layer, so train a head of your own or another draft"
+        )
+    return settings.refusal(
+        f"mtp.* tensors of model_type={kind} may follow any style; add mtp_style, one of {', '.join(_STYLES)}: it "
+        "decides the order of the fused pair, what is fed back and how norms are stored"
+    )
+
+
+def _refuse_other_bodies(names: set[str], source: Path) -> None:
+    for part, what in _REFUSED.items():
+        culprit = next((name for name in sorted(names) if part in name), None)
+        if culprit:
+            raise UserError(f"{source}: {culprit} belongs to a head with {what}; supported: one dense layer")
 
 
 def _style(settings: Settings) -> str | None:
@@ -155,11 +194,7 @@ def _style(settings: Settings) -> str | None:
 
 
 def _canonical(tensors: dict[str, np.ndarray], naming: _Naming, source: str) -> dict[str, np.ndarray]:
-    """Names below `mtp.`; bodies of another kind are refused."""
-    for part, what in _REFUSED.items():
-        culprit = next((name for name in sorted(tensors) if part in name), None)
-        if culprit:
-            raise UserError(f"{source}: {culprit} belongs to a head with {what}; supported: one dense layer")
+    """Names below `mtp.`."""
     tensors = renamed(tensors, {naming.prefix: ""}, source)
     for copy in ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight"):
         tensors.pop(copy, None)  # the policy's live tables are used

@@ -150,7 +150,10 @@ def test_heads_of_another_kind_are_refused(style, change, pattern, heads, write_
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        ({"model_type": "nemotron_h"}, "model_type=nemotron_h may follow any style; add mtp_style"),
+        ({"model_type": "glm4"}, "model_type=glm4 may follow any style; add mtp_style"),
+        ({"model_type": "nemotron_h"}, "heads of model_type=nemotron_h are a block of attention and one of experts"),
+        ({"mtp_num_hidden_layers": 2}, "num_nextn_predict_layers=2 must be 1"),
+        ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers=0 must be 1"),
         ({"mtp_style": "other"}, "mtp_style='other' must be one of"),
         ({"rope_parameters": {"rope_theta": 1e7}}, r"\['rotary_fraction'\] missing.*0.25"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, r"\['rope_theta'\] missing"),
@@ -169,6 +172,22 @@ def test_what_a_config_does_not_say_is_named(change, pattern, heads, write_files
 def test_a_policy_without_a_head_is_refused(write_files, refused, tmp_path):
     tensors = {"model.embed_tokens.weight": np.zeros((19, 16), np.float32)}
     refused(load_mtp, write_files(tmp_path, config_of("mimo"), tensors), "found: none")
+
+
+def test_a_policy_saved_without_the_head_that_its_config_counts_is_refused(write_files, refused, tmp_path):
+    tensors = {"model.embed_tokens.weight": np.zeros((19, 16), np.float32)}
+    config = config_of("qwen3_5")
+    config["text_config"] |= {"mtp_num_hidden_layers": 1}
+    refused(load_mtp, write_files(tmp_path, config, tensors), "=1, but the files hold no prediction head")
+
+
+def test_the_style_is_not_asked_for_where_the_body_is_refused_anyway(heads, write_files, refused, tmp_path):
+    config = config_of("qwen3_5")
+    config["text_config"] |= {"model_type": "nemotron_h", "num_nextn_predict_layers": 1}
+    experts = {"mtp.layers.0.mixer.experts.0.up_proj.weight": np.ones((2, 2), np.float32)}
+    refused(
+        load_mtp, write_files(tmp_path, config, published("qwen3_5", heads["qwen3_5"][1]) | experts), "a mixture of"
+    )
 
 
 def test_an_expected_config_supplies_the_width_of_heads(heads, write_files, tmp_path):
