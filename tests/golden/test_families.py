@@ -35,7 +35,10 @@ class Golden(NamedTuple):
     tensors: dict[str, np.ndarray]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_tied", "qwen3_moe", "qwen3_5_moe", "nemotron_h", "gpt_oss"])
+NAMES = ["llama", "llama_tied", "qwen3", "qwen3_tied", "qwen3_moe", "qwen3_5_moe", "nemotron_h", "gpt_oss"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def model(request, golden) -> Golden:
     folder = golden / request.param
     cfg, params = load_policy(folder)
@@ -57,7 +60,7 @@ def forward(model):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         policy = model.graph.merge(params)
         layers = range(model.cfg.num_hidden_layers - 1)
-        hidden, taps = policy(tokens, positions, jnp.ones_like(tokens), tap_layers=tuple(layers))
+        hidden, taps = policy(tokens, positions, jnp.ones_like(tokens), tap_layers=tuple(layers))[:2]
         return policy.logits(hidden), (*jnp.split(taps, len(layers), axis=-1), hidden)
 
     return lambda tokens: run(model.params, jnp.asarray(tokens, jnp.int32))
@@ -150,7 +153,7 @@ def test_cached_steps_in_the_rollout_layout_equal_the_whole_row(model):
     @jax.jit
     def step(params, tokens, start, cache, lengths):
         policy = graph.merge(params)
-        hidden, taps, cache = policy.step(tokens, start, cache, tap_layers=layers[:-1], lengths=lengths)
+        hidden, taps, cache = policy.step(tokens, start, cache, tap_layers=layers[:-1], lengths=lengths)[:3]
         return policy.logits(hidden), taps, cache
 
     ids = jnp.asarray(model.values["ids"], jnp.int32)
