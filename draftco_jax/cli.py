@@ -95,7 +95,27 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--ranks", type=int, metavar="C", help="attention: ranks of what is compiled (default: 8)")
     bench.add_argument("--fast", action="store_true", help="attention: leave out what is compiled for H100")
 
-    doctor = add("doctor", _doctor, "Show versions, devices and accelerator plugins.", "--json doctor.json")
+    convert = add(
+        "convert",
+        _convert,
+        "Write a policy, a draft or a run in the layouts that transformers and serving engines read.",
+        "runs/demo exported --dtype bfloat16",
+    )
+    convert.add_argument("source", metavar="SOURCE", help="a policy, a draft or a run directory")
+    convert.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
+    convert.add_argument("--dtype", metavar="NAME", help="bfloat16, float32 or float16 (default: as the source)")
+    convert.add_argument("--kind", metavar="KIND", help="policy or draft (default: what SOURCE is, both of a run)")
+    convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weights file (default: 5GB)")
+    convert.add_argument("--draft-family", metavar="NAME", help="family of a draft that does not say its own")
+    convert.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
+
+    doctor = add(
+        "doctor",
+        _doctor,
+        "Show versions, devices and accelerator plugins; with MODEL_DIR, whether it loads and what is in the way.",
+        "--json doctor.json",
+    )
+    doctor.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="a policy or a draft to look at")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
     return parser
 
@@ -214,7 +234,26 @@ def _write_json(path: Path, value: Any) -> None:
         raise UserError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
+def _convert(options: argparse.Namespace) -> None:
+    from draftco_jax.convert import Wishes, convert, parse_size
+
+    wishes = Wishes(
+        dtype=options.dtype,
+        kind=options.kind,
+        max_shard_bytes=parse_size(options.max_shard_size),
+        draft_family=options.draft_family,
+        step=options.step,
+    )
+    found = convert(options.source, options.out, wishes)
+    for note in found.notes:
+        print(f"Note: {note}")
+    print("; ".join(f"{kind.capitalize()} is in {folder}" for kind, folder in found.written.items()))
+
+
 def _doctor(options: argparse.Namespace) -> None:
+    if options.model_dir:
+        _doctor_of_model(options)
+        return
     from draftco_jax.doctor import describe_installation
 
     found = describe_installation()
@@ -227,6 +266,19 @@ def _doctor(options: argparse.Namespace) -> None:
     print(f"{'devices':<18} {', '.join(found['devices']) or found['devices_error']}")
     if options.json:
         print(f"Written to {options.json}")
+
+
+def _doctor_of_model(options: argparse.Namespace) -> None:
+    from draftco_jax.model_doctor import describe_model, lines_of
+
+    report = describe_model(options.model_dir)
+    if options.json:
+        _write_json(options.json, report.as_json())
+    print("\n".join(lines_of(report)))
+    if not report.loads:
+        count = len(report.reasons)
+        raise UserError(f"{options.model_dir} cannot be used: {count} reason{'s' if count > 1 else ''}, listed above")
+    print(f"{options.model_dir} loads as a {report.kind}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ ORDER = (
     ("drafts", "pipeline"),
     ("decoding", "environments", "rewards", "data"),
     ("rollout", "training", "planner"),
-    ("weight_sync", "checkpoint", "metrics", "profiling", "report", "evaluation", "doctor"),
+    ("weight_sync", "checkpoint", "metrics", "profiling", "report", "evaluation", "doctor", "model_doctor"),
     ("config", "pretrain_config"),
     ("run", "pretrain_setup", "round_profile", "speed", "summary"),
-    ("loop", "pretrain", "warm_start", "bench_drafts", "bench_attention"),
+    ("loop", "pretrain", "convert", "warm_start", "bench_drafts", "bench_attention"),
     ("cli",),
 )
 LINES = {room: number for number, rooms in enumerate(ORDER) for room in rooms}

@@ -21,7 +21,8 @@ OPTIONS = {
     "config": {"--config", "--set"},
     "report": {"run_dir"},
     "bench": {"name", "--set", "--json", "--plot", "--ranks", "--fast"},
-    "doctor": {"--json"},
+    "convert": {"source", "out", "--dtype", "--kind", "--max-shard-size", "--draft-family", "--step"},
+    "doctor": {"model_dir", "--json"},
 }
 
 
