@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import models, pre_tokenizers
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Coverage:
     """The model leaves unknown characters away."""
     missing_bytes: frozenset[int]
     """Of a byte-level vocabulary: bytes without an id."""
-    normalizer: normalizers.Normalizer | None
+    backend: tokenizers.Tokenizer
+    added: frozenset[int]
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> Coverage:
@@ -32,19 +33,32 @@ class Coverage:
         if drops and byte_level:
             missing = frozenset(b for b, char in enumerate(byte_characters()) if backend.token_to_id(char) is None)
             drops = False
-        return cls(drops, missing, backend.normalizer)
+        return cls(drops, missing, backend, frozenset(backend.get_added_tokens_decoder()))
 
     def lost(self, text: str, encoding: tokenizers.Encoding) -> str:
         """Characters of the text that no id of the encoding stands for. White space may be left away by design."""
         if self.missing_bytes:
-            seen = text if self.normalizer is None else self.normalizer.normalize_str(text)
+            seen = self._without_added_tokens(text, encoding)
+            if self.backend.normalizer is not None:
+                seen = self.backend.normalizer.normalize_str(seen)
             return "".join({char for char in seen if not self.missing_bytes.isdisjoint(char.encode())})
         if not self.drops:
             return ""
         covered = bytearray(len(text))
         for start, end in encoding.offsets:
             covered[start:end] = b"\1" * (end - start)
-        return "".join({char for char, known in zip(text, covered, strict=True) if not known and not char.isspace()})
+        lost = {char for char, known in zip(text, covered, strict=True) if not known and not char.isspace()}
+        # The library counts offsets on over what it dropped, so they tell that something is missing but not what.
+        named = {char for char in text if self.backend.token_to_id(char) is None}
+        return "".join(named or lost) if lost else ""
+
+    def _without_added_tokens(self, text: str, encoding: tokenizers.Encoding) -> str:
+        parts, at = [], 0
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self.added and end > start:
+                parts.append(text[at:start])
+                at = end
+        return "".join(parts) + text[at:]
 
 
 def byte_characters() -> list[str]:
