@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from draftco_jax.drafts.recognise import family_with_files
 from draftco_jax.errors import UserError
-
-Kind = Literal["policy", "draft"]
 
 DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
 SHARD_BYTES = 5_000_000_000
@@ -34,8 +31,8 @@ class Wishes:
 
     dtype: str | None = None
     """One of `DTYPES`; None: that of the source, or float32 where it mixes several."""
-    kind: Kind | None = None
-    """Which of the two, where the source holds both; None: what it is, and both of a run."""
+    kind: str | None = None
+    """policy or draft, where the source holds both; None: what it is, and both of a run."""
     max_shard_bytes: int = SHARD_BYTES
     draft_family: str | None = None
     """Family of a draft folder; None: told by its files."""
