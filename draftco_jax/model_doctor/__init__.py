@@ -1,6 +1,7 @@
 """Says whether a folder loads here as a policy or a draft, and if not, everything that is in the way.
 
-Of a policy only headers are read, whatever its size. A draft is small and is loaded, by its own family.
+Of a policy only headers are read, whatever its size. A draft, and the prediction head that a policy brings along, are
+small and are loaded, by their own family.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from draftco_jax.config_io import to_json
 from draftco_jax.drafts.base import DraftFamily
-from draftco_jax.drafts.mtp.checkpoint import head_prefix
+from draftco_jax.drafts.mtp.checkpoint import load_mtp
 from draftco_jax.drafts.recognise import draft_family_in
 from draftco_jax.errors import UserError
 from draftco_jax.model_doctor.tokens import Tokens, describe_tokens
@@ -147,9 +148,11 @@ def _describe_head(report: ModelReport, folder: Path, raw: dict[str, Any], heade
     if not counted and not any(name.startswith("mtp.") for name in headers.tensors):
         return
     try:
-        report.prediction_head = f"{head_prefix(folder)}* loads as an mtp draft"
-    except UserError as error:
+        load_mtp(folder)  # reads nothing of the policy itself
+    except (UserError, ValueError) as error:
         report.prediction_head = f"not usable as a draft: {error}"
+    else:
+        report.prediction_head = "loads as an mtp draft"
 
 
 def _describe_draft(report: ModelReport, folder: Path, family: DraftFamily) -> None:

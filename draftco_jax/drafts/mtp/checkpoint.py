@@ -97,12 +97,6 @@ def load_mtp(folder: Path, training: MtpConfig | None = None) -> tuple[MtpConfig
     return cfg, graph_of(cfg.build), from_tensors(abstract_params(cfg.build), tensors, str(folder), prefix="")
 
 
-def head_prefix(folder: Path) -> str:
-    """What the names of the folder's head begin with. No weight is read; a head not supported here is refused."""
-    outer = read_settings(folder)
-    return _find(folder, outer).prefix
-
-
 def _inner(outer: Settings) -> Settings:
     """Settings of the text model, which multimodal policies nest."""
     return outer.section("text_config") if outer.raw.get("text_config") else outer
