@@ -30,7 +30,7 @@ class GptOssConfig(DecoderConfig):
     swiglu_alpha: float = 1.702
     rms_norm_eps: float = 1e-5
     rope_theta: float = 150000.0
-    rope_scaling: Scaling | None = PUBLISHED_ROPE
+    rope_scaling: Scaling | None = None
     max_position_embeddings: int = 131072
 
     def __post_init__(self) -> None:
@@ -77,6 +77,7 @@ class GptOssConfig(DecoderConfig):
             num_experts=experts,
             num_experts_per_tok=4,
             layer_types=("sliding_attention", "full_attention") * (layers // 2),
+            rope_scaling=PUBLISHED_ROPE,
         )
 
     @classmethod
