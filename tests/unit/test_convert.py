@@ -26,7 +26,7 @@ from draftco_jax.models.hf_weights import load_policy
 from draftco_jax.training.optimizer import make_optimizer
 from draftco_jax.training.update import Optimizers, init_state
 
-FAMILIES = ("qwen3", "qwen3_tied", "qwen3_moe", "qwen3_5_moe", "nemotron_h", "gpt_oss")
+FAMILIES = ("qwen3", "qwen3_tied", "qwen3_moe", "qwen3_5_moe", "nemotron_h", "gpt_oss", "llama")
 ASSETS = "draftco_jax/assets/arithmetic3"
 
 
@@ -99,6 +99,16 @@ def test_bug_cases_b59_and_b63_a_policy_goes_through_bit_for_bit(family, golden,
     assert load_policy(tmp_path / "out")[0] == load_policy(golden / family)[0]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama"])
+def test_scaled_rotary_is_written_under_one_key_in_the_published_form(family, golden, tmp_path):
+    """transformers takes rope_scaling for rope_parameters, and knows no type but the published ones."""
+    convert(golden / family, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    given = json.loads((golden / family / "config.json").read_text())["rope_parameters"]
+    assert "rope_scaling" not in written and given["rope_type"] == written["rope_parameters"]["rope_type"]
+    assert {name: written["rope_parameters"][name] for name in given} == given
 
 
 def fused(tensors):

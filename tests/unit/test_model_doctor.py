@@ -22,7 +22,7 @@ from draftco_jax.models.hf_weights import load_policy, tensor_name, to_tensors
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.models.transformer import count_parameters
 
-POLICIES = ("qwen3", "qwen3_tied", "qwen3_moe", "qwen3_5_moe", "nemotron_h", "gpt_oss")
+POLICIES = ("qwen3", "qwen3_tied", "qwen3_moe", "qwen3_5_moe", "nemotron_h", "gpt_oss", "llama")
 ASSETS = "draftco_jax/assets/arithmetic3"
 
 
