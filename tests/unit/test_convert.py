@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -368,30 +369,38 @@ def test_a_draft_of_low_precision_keeps_it(repository, tmp_path):
 # ---- runs ----
 
 
+def save_run(run_dir, cfg, starting_draft=0):
+    """A run directory with checkpoints of steps 2 and 4, whose weights are all unlike; returns the states."""
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(json.dumps(to_json(cfg)))
+    trained = cfg.speculation == "cotrained"
+    optimizers = Optimizers(
+        policy=make_optimizer(cfg.policy_optimizer, cfg.steps),
+        draft=make_optimizer(cfg.draft_optimizer, cfg.steps) if trained else None,
+    )
+    states = {}
+    with Checkpointer(run_dir, keep=5) as checkpoints:
+        for step in (2, 4):
+            policy = drawn(cfg.policy, step)
+            state = init_state(policy, drawn(cfg.draft, step + 1) if trained else None, optimizers)
+            states[step] = state._replace(step=jnp.int32(step))
+            data = {"starting_weights": {"policy": 0, "draft": starting_draft}}
+            checkpoints.save(states[step], jax.random.key(cfg.seed), data)
+    return states
+
+
+def drawn(cfg, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), abstract_params(cfg.build))
+
+
 @pytest.fixture(scope="module")
 def run_of(repository):
-    """A run directory with checkpoints of steps 2 and 4, whose weights are all unlike."""
+    """(directory, overrides) -> config and states of a run saved there."""
 
     def make(run_dir, *overrides):
         cfg = load_config(repository / "configs" / "grpo_arithmetic2_eagle3_cpu.py", ["steps=4", *overrides])
-        run_dir.mkdir()
-        (run_dir / "config.json").write_text(json.dumps(to_json(cfg)))
-        trained = cfg.speculation == "cotrained"
-        optimizers = Optimizers(
-            policy=make_optimizer(cfg.policy_optimizer, cfg.steps),
-            draft=make_optimizer(cfg.draft_optimizer, cfg.steps) if trained else None,
-        )
-        states = {}
-        with Checkpointer(run_dir, keep=5) as checkpoints:
-            for step in (2, 4):
-                rng = np.random.default_rng(step)
-                draw = lambda tree: jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)  # noqa: B023, E731
-                draft = draw(abstract_params(cfg.draft.build)) if trained else None
-                state = init_state(draw(abstract_params(cfg.policy.build)), draft, optimizers)
-                states[step] = state._replace(step=jnp.int32(step))
-                data = {"starting_weights": {"policy": 0, "draft": fingerprint({"weights": draft, "map": {}})}}
-                checkpoints.save(states[step], jax.random.key(cfg.seed), data)
-        return cfg, states
+        return cfg, save_run(run_dir, cfg)
 
     return make
 
@@ -414,6 +423,24 @@ def test_bug_case_b64_policy_and_draft_of_a_checkpoint_are_the_live_weights(run_
     ids = json.loads((found.written["policy"] / "generation_config.json").read_text())
     assert ids == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
     assert (found.written["policy"] / "tokenizer.json").is_file()
+
+
+def test_bug_case_b21_the_map_of_a_trained_draft_is_that_of_the_draft_it_started_from(repository, tmp_path):
+    cfg = load_config(repository / "configs" / "grpo_arithmetic2_eagle3_cpu.py", ["steps=4"])
+    assert isinstance(cfg.draft, Eagle3Config)
+    draft = dataclasses.replace(cfg.draft, draft_vocab_size=3)
+    kept, start = np.array([4, 5, 9], np.int32), drawn(draft, 0)
+    save_draft(tmp_path / "start", draft, graph_with_map(draft, kept), start)
+    cfg = dataclasses.replace(cfg, draft=draft, draft_checkpoint=str(tmp_path / "start"))
+    states = save_run(tmp_path / "run", cfg, fingerprint({"weights": start, "map": {CONSTANT: kept}}))
+    found = convert(tmp_path / "run", tmp_path / "out")
+    assert tensors_in(found.written["draft"])["d2t"].tolist() == [4, 4, 7]
+    _, graph, params = load_draft(found.written["draft"])
+    assert graph.constants[CONSTANT].tolist() == [4, 5, 9]
+    same_tree(params, states[4].draft)
+    shutil.rmtree(tmp_path / "out")
+    save_draft(tmp_path / "start", draft, graph_with_map(draft, kept + np.int32(1)), start)
+    refused(tmp_path, tmp_path / "run", "no longer holds the draft that .* started from")
 
 
 def test_a_step_and_a_kind_may_be_chosen(run_of, tmp_path):
