@@ -12,6 +12,7 @@ from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import draft_configs, family_of
 from draftco_jax.environments.catalog import TaskConfig
 from draftco_jax.errors import UserError
+from draftco_jax.models.compute import ComputeConfig, DtypeConfig
 from draftco_jax.models.families import policy_configs
 from draftco_jax.models.transformer import DecoderConfig
 from draftco_jax.numerics.sampling import SamplingConfig
@@ -107,6 +108,9 @@ class RunConfig:
     policy: DecoderConfig
     policy_checkpoint: str | None
     """Folder in Hugging Face layout, `shipped:NAME`, or none for random weights."""
+    policy_compute: ComputeConfig = ComputeConfig()
+    """Dtypes of the policy, and how its layers are gone through. A bfloat16 run reports by how much the generator's and
+    the trainer's log-probs differ (`agreement/...`), as any run does."""
     rollout: RolloutConfig
     policy_optimizer: OptimizerConfig
     algorithm: GrpoConfig = GrpoConfig()
@@ -116,6 +120,8 @@ class RunConfig:
     """Config of any family in the catalog."""
     draft_checkpoint: str | None = None
     """Folder in the family's official layout, `shipped:NAME`, or none for fresh weights."""
+    draft_compute: DtypeConfig = DtypeConfig()
+    """Dtypes of the draft; they need not be the policy's."""
     draft_length: int = 4
     """k: tokens proposed per verify round."""
     draft_loss_weight: float = 1.0

@@ -207,6 +207,7 @@ def _spec(run: Pretraining, phase: Phase) -> PretrainSpec:
         draft_cfg=phase.draft,
         kept=run.kept,
         context=TrainingContext(cfg.rollout.sampling, cfg.chunk_tokens, cfg.draft_length),
+        draft_dtype=cfg.draft_compute.dtype,
         seed=cfg.seed,
     )
 

@@ -12,6 +12,7 @@ from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.environments.catalog import TaskConfig
 from draftco_jax.losses.draft import DraftLossConfig
+from draftco_jax.models.compute import ComputeConfig, DtypeConfig
 from draftco_jax.models.transformer import DecoderConfig
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.training.optimizer import OptimizerConfig
@@ -72,11 +73,15 @@ class PretrainConfig:
     policy: DecoderConfig
     policy_checkpoint: str | None
     """Folder in Hugging Face layout, `shipped:NAME`, or none for random weights."""
+    policy_compute: ComputeConfig = ComputeConfig()
+    """Dtypes of the policy, and how its layers are gone through."""
     draft: DraftConfig
     """Config of any family with weights. With `draft_vocab_size` below the policy's, the tokens that the rollouts hold
     most often are kept."""
     draft_checkpoint: str | None = None
     """Folder to continue from in the family's official layout, `shipped:NAME`, or none for fresh weights."""
+    draft_compute: DtypeConfig = DtypeConfig()
+    """Dtypes of the draft; they need not be the policy's."""
     draft_length: int = 4
     """k of the held-out evaluation, and the reach of tau_prob."""
     rollout: OwnRolloutsConfig = OwnRolloutsConfig()

@@ -21,6 +21,7 @@ from draftco_jax.drafts.vocabulary import CONSTANT, Vocabularies, graph_with_map
 from draftco_jax.environments.base import Task
 from draftco_jax.errors import UserError
 from draftco_jax.evaluation import Evaluator, build_request
+from draftco_jax.models.compute import cast_params
 from draftco_jax.models.functional import ModelGraph, Params, initialise
 from draftco_jax.pretrain_config import PretrainConfig
 from draftco_jax.rewards.exact import score
@@ -161,9 +162,11 @@ def prepare(setting: Setting, data: PackedBatch) -> Pretraining:
         raise UserError(f"batch_rows={cfg.batch_rows} must be <= {rows}, the packed rows of all rollouts; lower it")
     family_of(cfg.draft).check_batch(data, cfg.draft, WHOLE_ROWS)
     graph, start = setting.loaded or _fresh_draft(setting, data)
-    publisher = Publisher(setting.policy_graph, graph)
+    start, dtype = cast_params(start, cfg.draft_compute.parameter_dtype), cfg.draft_compute.dtype
+    publisher = Publisher(setting.policy_graph, graph, dtype)
     graphs = publisher.rollout_graphs(setting.policy, start)
-    engine = Engine(*graphs, shape=engine_shape(cfg, setting.task), sampling=cfg.rollout.sampling)
+    shape = engine_shape(cfg, setting.task)
+    engine = Engine(*graphs, shape=shape, sampling=cfg.rollout.sampling, draft_dtype=dtype)
     return Pretraining(setting, data, graph, start, publisher, engine)
 
 

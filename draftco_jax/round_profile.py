@@ -49,7 +49,7 @@ def _policy(graph: ModelGraph, weights: Published, batch: int, tokens: int, capa
 
         def body(_: Array, carry: tuple) -> tuple:
             ids, cache = carry
-            hidden, _, cache = policy.step(ids, start, cache, tap_layers=())
+            hidden, _, cache, _ = policy.step(ids, start, cache, tap_layers=())
             return jnp.argmax(policy.logits(hidden), axis=-1).astype(jnp.int32), cache
 
         ids = jnp.ones((batch, tokens), jnp.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from draftco_jax.environments.catalog import build_task
 from draftco_jax.errors import UserError
 from draftco_jax.evaluation import Evaluator
 from draftco_jax.metrics import write_text_whole
+from draftco_jax.models.compute import cast_params
 from draftco_jax.models.functional import ModelGraph, Params, graph_of, initialise
 from draftco_jax.models.hf_weights import load_policy
 from draftco_jax.pretrain_config import AnyConfig
@@ -168,18 +169,21 @@ def load_models(cfg: RunConfig, key: Array) -> Models:
     family = family_of(cfg.draft)
     if cfg.draft_checkpoint is None or family.load is None:
         draft_graph, draft = initialise(cfg.draft.build, jax.random.fold_in(key, _DRAFT_KEY))
-        return Models(graph, policy, draft_graph, family.from_policy(draft, policy))
-    return Models(graph, policy, *load_trained_draft(cfg.draft, cfg.draft_checkpoint))
+        draft = cast_params(family.from_policy(draft, policy), cfg.draft_compute.parameter_dtype)
+        return Models(graph, policy, draft_graph, draft)
+    draft_graph, draft = load_trained_draft(cfg.draft, cfg.draft_checkpoint)
+    return Models(graph, policy, draft_graph, cast_params(draft, cfg.draft_compute.parameter_dtype))
 
 
 def load_target(cfg: AnyConfig, key: Array) -> tuple[ModelGraph, Params]:
     """The policy of a config: read from its checkpoint, or drawn."""
+    build = partial(cfg.policy.build, compute=cfg.policy_compute)
     if cfg.policy_checkpoint is None:
-        return initialise(cfg.policy.build, jax.random.fold_in(key, _POLICY_KEY))
-    found, policy = load_policy(resolve_checkpoint(cfg.policy_checkpoint))
+        return initialise(build, jax.random.fold_in(key, _POLICY_KEY))
+    found, policy = load_policy(resolve_checkpoint(cfg.policy_checkpoint), compute=cfg.policy_compute)
     if found != cfg.policy:
         raise _other_sizes("policy", cfg.policy_checkpoint, found, cfg.policy)
-    return graph_of(cfg.policy.build), policy
+    return graph_of(build), policy
 
 
 def load_trained_draft(cfg: DraftConfig, checkpoint: str) -> tuple[ModelGraph, Params]:
@@ -228,9 +232,14 @@ def set_up(cfg: RunConfig) -> Run:
         family_of(cfg.draft).check_layout(cfg.draft)  # now, and not when the trained draft is to be written
     task, held_out = build_tasks(cfg, "rollout.prompts_per_step", cfg.rollout.prompts_per_step)
     models = load_models(cfg, key)
-    publisher = Publisher(models.policy_graph, models.draft_graph)
+    publisher = Publisher(models.policy_graph, models.draft_graph, cfg.draft_compute.dtype)
     graphs = publisher.rollout_graphs(models.policy, models.draft)
-    engine = Engine(*graphs, shape=engine_shape(cfg, task), sampling=cfg.rollout.sampling)
+    engine = Engine(
+        *graphs,
+        shape=engine_shape(cfg, task),
+        sampling=cfg.rollout.sampling,
+        draft_dtype=cfg.draft_compute.dtype,
+    )
     spec = ObjectiveSpec(
         policy_graph=models.policy_graph,
         draft_graph=models.draft_graph,
@@ -240,6 +249,7 @@ def set_up(cfg: RunConfig) -> Run:
         chunk_tokens=cfg.chunk_tokens,
         draft_length=cfg.draft_length,
         seed=cfg.seed,
+        draft_dtype=cfg.draft_compute.dtype,
     )
     optimizers = Optimizers(
         policy=make_optimizer(cfg.policy_optimizer, cfg.steps),

@@ -8,14 +8,17 @@ the policy. A pair of different versions cannot be made, since only `Publisher.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from draftco_jax.models.functional import ModelGraph, Params
-from draftco_jax.models.transformer import fuse_projections
+from draftco_jax.models.compute import FloatName, cast_params
+from draftco_jax.models.functional import ModelGraph, Params, graph_of
+from draftco_jax.models.layer_runs import unstack_layers
+from draftco_jax.models.transformer import Decoder, fuse_projections
 from draftco_jax.types import PolicyVersion
 
 
@@ -31,15 +34,18 @@ class Published:
 class Publisher:
     """Knows both layouts of the models of a run."""
 
-    def __init__(self, policy_graph: ModelGraph, draft_graph: ModelGraph | None) -> None:
+    def __init__(
+        self, policy_graph: ModelGraph, draft_graph: ModelGraph | None, draft_dtype: FloatName = "float32"
+    ) -> None:
         self._train_graphs = (policy_graph, draft_graph)
+        self._draft_dtype: FloatName = draft_dtype
         self._relayout = jax.jit(self._to_rollout)
 
     def rollout_graphs(self, policy: Params, draft: Params | None) -> tuple[ModelGraph, ModelGraph | None]:
         """Structures of the published models; the trees give shapes only."""
         policy_graph, draft_graph = self._train_graphs
         fused_draft = None if draft_graph is None or draft is None else _fused_graph(draft_graph, draft)
-        return _fused_graph(policy_graph, policy), fused_draft
+        return _fused_graph(*_one_by_one(policy_graph, policy)), fused_draft
 
     def publish(self, policy: Params, draft: Params | None, version: PolicyVersion) -> Published:
         """Lay both trees out for rollouts and stamp them."""
@@ -48,8 +54,21 @@ class Publisher:
 
     def _to_rollout(self, policy: Params, draft: Params | None) -> tuple[Params, Params | None]:
         policy_graph, draft_graph = self._train_graphs
-        fused_draft = None if draft is None or draft_graph is None else _fused_params(draft_graph, draft)
-        return _fused_params(policy_graph, policy), fused_draft
+        fused_draft = None
+        if draft is not None and draft_graph is not None:
+            fused_draft = _fused_params(draft_graph, cast_params(draft, self._draft_dtype))
+        graph, policy = _one_by_one(policy_graph, policy)
+        module: Decoder = graph.merge(policy)
+        return _fused_params(graph, cast_params(policy, module.compute.dtype)), fused_draft
+
+
+def _one_by_one(graph: ModelGraph, params: Params) -> tuple[ModelGraph, Params]:
+    """A policy with its layers one by one, which decoding is faster with; they may be stacked for training."""
+    if "runs" not in params:
+        return graph, params
+    module = graph.merge(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params))
+    compute = replace(module.compute, scan_layers=False)
+    return graph_of(partial(module.cfg.build, compute=compute)), unstack_layers(params, module.cfg.runs)
 
 
 def _fused_params(graph: ModelGraph, params: Params) -> Params:

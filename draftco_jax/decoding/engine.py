@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from draftco_jax.decoding.rejection import verify
 from draftco_jax.drafts.base import Context, Draft, Features, Shared
+from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.kv_cache import Cache
 from draftco_jax.models.transformer import Decoder
@@ -91,7 +92,7 @@ def generate_plain(
     def body(carry: tuple) -> tuple:
         newest, cache, out, step = carry
         position = request.prompt_lengths + out.count - 1
-        hidden, _, cache = policy.step(newest[:, None], position, cache, tap_layers=())
+        hidden, _, cache, _ = policy.step(newest[:, None], position, cache, tap_layers=())
         laws = log_law(policy.logits(hidden[:, 0]), sampling)
         uniform = slice_rows(uniforms, position + 1, 1)[:, 0, COMMIT]
         newest = draw(jnp.exp(laws), uniform)
@@ -111,18 +112,18 @@ def generate_plain(
 
 def generate_speculative(
     graphs: tuple[ModelGraph, ModelGraph], weights: tuple[Weights, Weights], request: Request, *,
-    shape: EngineShape, sampling: SamplingConfig, draft_length: int,
+    shape: EngineShape, sampling: SamplingConfig, draft_length: int, draft_dtype: FloatName = "float32",
 ) -> Rollouts:  # fmt: skip
     """Speculative decoding; the output law is that of `generate_plain`, whatever the draft is."""
     policy: Decoder = graphs[0].merge(weights[0])
     draft: Draft = graphs[1].merge(weights[1])
-    shared, k = Shared(policy.embed_tokens[...], policy.head_kernel()), draft_length
+    shared, k = Shared(policy.embed_tokens[...].astype(draft_dtype), policy.head_kernel()), draft_length
     taps_of = draft.cfg.tap_layers
     uniforms = _uniforms(request, shape, k)
     logits, prompt, cache = _prefill(policy, request, shape, k, taps_of)
     newest, out = _first_token(logits, uniforms, request, shape, sampling, k)
     state = draft.empty_state(newest.shape[0], _capacity(shape, k), request.context)
-    state = draft.absorb(state, _prompt_features(request, prompt, newest), shared)
+    state = draft.absorb(state, _prompt_features(request, prompt, newest).astype(draft_dtype), shared)
     stats = _no_stats(out, k)
 
     def running(carry: tuple) -> Bool[Array, ""]:
@@ -134,14 +135,15 @@ def generate_speculative(
         ahead = slice_rows(uniforms, anchor + 1, k + 1)
         (drafts, q, proposed), state = draft.propose(state, newest, anchor, ahead[:, :k, PROPOSE], sampling, shared)
         block = jnp.concatenate([newest[:, None], drafts], axis=1)
-        hidden, taps, cache = policy.step(block, anchor, cache, tap_layers=taps_of)
+        hidden, taps, cache, _ = policy.step(block, anchor, cache, tap_layers=taps_of)
         laws = log_law(policy.logits(hidden), sampling)
         accepted, final = verify(jnp.exp(laws), q, drafts, ahead[:, :k, ACCEPT], ahead[:, :, COMMIT])
         tokens = _committed_tokens(drafts, accepted, final)
         out, stats, count = _commit(out, stats, tokens, pick(laws, tokens), accepted, proposed, shape)
         last = jnp.maximum(count - 1, 0)
         # The draft reads the TRUE target features of the verified indices, over whatever it guessed there.
-        state = draft.absorb(state, Features(block, tokens, taps, hidden, anchor, last), shared)
+        features = Features(block, tokens, taps, hidden, anchor, last).astype(draft_dtype)
+        state = draft.absorb(state, features, shared)
         return jnp.where(count > 0, pick(tokens, last), newest), state, cache, out, stats
 
     *_, out, stats = jax.lax.while_loop(running, body, (newest, state, cache, out, stats))
@@ -170,7 +172,7 @@ def _prefill(
     batch = request.prompts.shape[0]
     cache = policy.empty_cache(batch, _capacity(shape, lookahead), lookahead)
     start = jnp.zeros((batch,), jnp.int32)
-    hidden, taps, cache = policy.step(
+    hidden, taps, cache, _ = policy.step(
         request.prompts, start, cache, tap_layers=tap_layers, lengths=request.prompt_lengths
     )
     return policy.logits(row_at(hidden, request.prompt_lengths - 1)), _Prompt(taps, hidden), cache
@@ -304,6 +306,7 @@ class Engine:
         *,
         shape: EngineShape,
         sampling: SamplingConfig,
+        draft_dtype: FloatName = "float32",
     ) -> None:
         self.shape = shape
         self.sampling = sampling
@@ -312,7 +315,13 @@ class Engine:
             None
             if draft_graph is None
             else jax.jit(
-                partial(generate_speculative, (policy_graph, draft_graph), shape=shape, sampling=sampling),
+                partial(
+                    generate_speculative,
+                    (policy_graph, draft_graph),
+                    shape=shape,
+                    sampling=sampling,
+                    draft_dtype=draft_dtype,
+                ),
                 static_argnames=("draft_length",),
             )
         )

@@ -26,8 +26,9 @@ from draftco_jax.types import PackedBatch
 if TYPE_CHECKING:
     from flax import nnx
 
+    from draftco_jax.models.compute import FloatName
     from draftco_jax.models.functional import ModelGraph, Params
-    from draftco_jax.models.transformer import DecoderConfig
+    from draftco_jax.models.transformer import Decoder, DecoderConfig, PolicyOutput
 
 
 class Shared(NamedTuple):
@@ -61,6 +62,10 @@ class Features(NamedTuple):
     hidden: jax.Array  # [B, T, D] after the final norm
     start: jax.Array  # i32[B]
     last: jax.Array  # i32[B]
+
+    def astype(self, dtype: FloatName) -> Features:
+        """The same for a draft that computes in `dtype`."""
+        return self._replace(taps=self.taps.astype(dtype), hidden=self.hidden.astype(dtype))
 
 
 class Proposal(NamedTuple):
@@ -112,6 +117,12 @@ class Target(NamedTuple):
     hidden: jax.Array | None  # [R, T, D] after the final norm; None where no loss needs the policy's law
     head: jax.Array  # [D, V]
     embedding: jax.Array  # [V, D]
+
+    @classmethod
+    def of(cls, policy: Decoder, output: PolicyOutput, dtype: FloatName) -> Target:
+        """What a draft that computes in `dtype` is given of a policy and its forward."""
+        taps, embedding = (x.astype(dtype) for x in (output.taps, policy.embed_tokens[...]))
+        return cls(taps, output.hidden, policy.head_kernel(), embedding)
 
 
 class DraftReport(NamedTuple):

@@ -288,6 +288,17 @@ def published(path: tuple[Any, ...], family: PolicyFamily, prefix: str) -> str:
     return prefix + ".".join(parts)
 
 
+def names_of(path: tuple[Any, ...]) -> list[Any]:
+    """Plain names and numbers of a tree path."""
+    return [getattr(key, "key", key) for key in path]
+
+
+def stacked_paths(path: tuple[Any, ...], cfg: DecoderConfig) -> list[tuple[Any, ...]]:
+    """Paths of the arrays, layers one by one, that are stacked in the one at ('runs', run, place, ...)."""
+    _, run, place, *rest = names_of(path)
+    return [("layers", layer, *rest) for layer in cfg.runs[run].layers_at(place)]
+
+
 def path_end(path: tuple[Any, ...]) -> str:
     """Last name of a tree path."""
     return str(getattr(path[-1], "key", path[-1]))
@@ -303,6 +314,11 @@ def source(
     cut_padding: bool = False,
 ) -> Source:
     """What makes the array at a tree path, by the tensors that are there."""
+    if names_of(path)[0] == "runs":
+        each = [
+            source(one, shape[1:], cfg, reader, prefix, cut_padding=cut_padding) for one in stacked_paths(path, cfg)
+        ]
+        return Stacked(tuple(each))
     family, end = family_of(cfg), path_end(path)
     name = published(path, family, prefix)
     in_experts = ".experts." in name
@@ -354,8 +370,8 @@ def tensors_of(
 ) -> Iterable[tuple[str, np.ndarray]]:
     """Published tensors of a parameter tree, one at a time, as transformers writes them."""
     family = family_of(cfg)
-    for path, leaf in paths_and_leaves:
-        name, array = published(path, family, family.prefixes[0]), np.asarray(leaf)
+    for path, array in _one_layer_at_a_time(paths_and_leaves, cfg):
+        name = published(path, family, family.prefixes[0])
         if ".experts." in name and not isinstance(cfg, GptOssConfig):
             yield from _written_experts(name, array)
         elif path_end(path) == "kernel":
@@ -364,6 +380,16 @@ def tensors_of(
             yield name, np.ascontiguousarray(array[:, None, :])
         else:
             yield name, array
+
+
+def _one_layer_at_a_time(
+    paths_and_leaves: Iterable[tuple[tuple[Any, ...], Any]], cfg: DecoderConfig
+) -> Iterable[tuple[tuple[Any, ...], np.ndarray]]:
+    for path, leaf in paths_and_leaves:
+        if names_of(path)[0] == "runs":
+            yield from ((one, np.asarray(leaf[i])) for i, one in enumerate(stacked_paths(path, cfg)))
+        else:
+            yield path, np.asarray(leaf)
 
 
 def _written_experts(name: str, array: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:

@@ -7,11 +7,12 @@ from typing import Literal
 
 from flax import nnx
 
+from draftco_jax.models.block import Block
 from draftco_jax.models.full_attention import FullAttention
 from draftco_jax.models.moe import MoE, MoEConfig
 from draftco_jax.models.moe_routing import RouterConfig
 from draftco_jax.models.rotary import Rotary, Scaling, YarnScaling
-from draftco_jax.models.transformer import Block, DecoderConfig, pre_norm_block
+from draftco_jax.models.transformer import DecoderConfig, pre_norm_block
 
 LayerKind = Literal["sliding_attention", "full_attention"]
 PUBLISHED_ROPE = YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
@@ -42,6 +43,11 @@ class GptOssConfig(DecoderConfig):
     def rotary(self) -> Rotary:
         """All dims of a head, frequencies scaled."""
         return Rotary(width=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """By window."""
+        return self.layer_types
 
     @property
     def mixture(self) -> MoEConfig:
@@ -89,6 +95,25 @@ class GptOssConfig(DecoderConfig):
     def gpt_oss_120b(cls) -> GptOssConfig:
         """gpt-oss-120b as published."""
         return cls._published(36, 128)
+
+    @classmethod
+    def tiny(cls) -> GptOssConfig:
+        """A few thousand weights, four experts, a window of 4: for tests and first steps."""
+        return cls(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=8,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=512,
+            num_experts=4,
+            num_experts_per_tok=2,
+            layer_types=("sliding_attention", "full_attention") * 2,
+            sliding_window=4,
+            rope_scaling=YarnScaling(factor=4.0, original_max_position_embeddings=16, truncate=False),
+        )
 
 
 def check_layer_types(types: tuple[str, ...], layers: int, known: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,6 +22,7 @@ from draftco_jax.config_io import from_json, to_json
 from draftco_jax.errors import UserError
 from draftco_jax.models.checkpoint_files import SafetensorsReader, write_sharded
 from draftco_jax.models.checkpoint_trees import TensorSpec, load_tree
+from draftco_jax.models.compute import FLOAT32, ComputeConfig
 from draftco_jax.models.families import family_named, family_of, prefix_of, source, tensors_of
 from draftco_jax.models.functional import Params, abstract_params
 from draftco_jax.models.transformer import DecoderConfig
@@ -136,19 +138,25 @@ def load_config(folder: Path) -> DecoderConfig:
 
 
 def load_policy(
-    folder: Path, *, dtype: Any = None, cut_padding: bool = False, shardings: Params | None = None
+    folder: Path,
+    *,
+    dtype: Any = None,
+    cut_padding: bool = False,
+    shardings: Params | None = None,
+    compute: ComputeConfig = FLOAT32,
 ) -> tuple[DecoderConfig, Params]:
     """Read a policy in Hugging Face layout, array by array, straight into `shardings` where they are given.
 
     Args:
         folder: config.json and safetensors, in one file or in shards with their index.
-        dtype: of all arrays; None: that of fresh parameters, float32.
+        dtype: of all arrays; None: as `compute` says.
         cut_padding: drop rows of embedding and head beyond vocab_size instead of refusing them.
         shardings: a sharding for each leaf of the parameter tree.
+        compute: how the policy is to be held: dtype of the parameters, layers one by one or stacked.
     """
     cfg = load_config(folder)
     family, reader = family_of(cfg), SafetensorsReader(folder)
-    prefix, abstract = prefix_of(family, reader), abstract_params(cfg.build)
+    prefix, abstract = prefix_of(family, reader), abstract_params(partial(cfg.build, compute=compute))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     wanted = {
         path: TensorSpec(

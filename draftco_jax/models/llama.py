@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from flax import nnx
 
+from draftco_jax.models.block import Block
 from draftco_jax.models.full_attention import FullAttention
 from draftco_jax.models.rotary import Llama3Scaling, Rotary, Scaling
-from draftco_jax.models.transformer import Block, DecoderConfig, pre_norm_block
+from draftco_jax.models.transformer import DecoderConfig, pre_norm_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,4 +63,21 @@ class LlamaConfig(DecoderConfig):
             rope_theta=1e5,
             max_position_embeddings=8192,
             tie_word_embeddings=True,
+        )
+
+    @classmethod
+    def tiny(cls) -> LlamaConfig:
+        """A few thousand weights, scaled rotary: for tests and first steps."""
+        return cls(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=512,
+            rope_scaling=Llama3Scaling(
+                factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+            ),
         )

@@ -8,13 +8,14 @@ from typing import Literal
 
 from flax import nnx
 
+from draftco_jax.models.block import Block
 from draftco_jax.models.full_attention import FullAttention
 from draftco_jax.models.gpt_oss import check_layer_types
 from draftco_jax.models.layers import NormRule
 from draftco_jax.models.mamba2 import Mamba2, Mamba2Sizes
 from draftco_jax.models.moe import MoE, MoEConfig, SquaredReluMLP
 from draftco_jax.models.moe_routing import RouterConfig
-from draftco_jax.models.transformer import Block, DecoderConfig
+from draftco_jax.models.transformer import DecoderConfig
 
 BlockKind = Literal["mamba", "attention", "moe", "mlp"]
 PATTERN: dict[str, BlockKind] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
@@ -58,6 +59,11 @@ class NemotronHConfig(DecoderConfig):
     def norm_rule(self) -> NormRule:
         """The weight is multiplied in float32."""
         return "cast_last"
+
+    @property
+    def layer_kinds(self) -> tuple[BlockKind, ...]:
+        """As stated."""
+        return self.block_types
 
     @property
     def mamba(self) -> Mamba2Sizes:
@@ -127,4 +133,28 @@ class NemotronHConfig(DecoderConfig):
             moe_shared_expert_intermediate_size=3712,
             n_routed_experts=128,
             num_experts_per_tok=6,
+        )
+
+    @classmethod
+    def tiny(cls) -> NemotronHConfig:
+        """A few thousand weights, two blocks of each kind: for tests and first steps."""
+        return cls(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=512,
+            block_types=("mamba", "moe", "attention", "mlp") * 2,
+            mamba_num_heads=4,
+            mamba_head_dim=8,
+            ssm_state_size=8,
+            n_groups=2,
+            moe_intermediate_size=8,
+            moe_shared_expert_intermediate_size=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            chunk_size=8,
         )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from flax import nnx
 
+from draftco_jax.models.block import Block
 from draftco_jax.models.full_attention import FullAttention
-from draftco_jax.models.transformer import Block, DecoderConfig, pre_norm_block
+from draftco_jax.models.transformer import DecoderConfig, pre_norm_block
 
 
 @dataclass(frozen=True, kw_only=True)

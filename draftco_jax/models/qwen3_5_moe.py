@@ -7,6 +7,7 @@ from typing import Literal
 
 from flax import nnx
 
+from draftco_jax.models.block import Block
 from draftco_jax.models.full_attention import FullAttention
 from draftco_jax.models.gated_delta import GatedDeltaNet
 from draftco_jax.models.gpt_oss import check_layer_types
@@ -14,7 +15,7 @@ from draftco_jax.models.layers import NormRule
 from draftco_jax.models.moe import MoE, MoEConfig
 from draftco_jax.models.moe_routing import RouterConfig
 from draftco_jax.models.rotary import Rotary
-from draftco_jax.models.transformer import Block, DecoderConfig, pre_norm_block
+from draftco_jax.models.transformer import DecoderConfig, pre_norm_block
 
 LayerKind = Literal["linear_attention", "full_attention"]
 
@@ -47,6 +48,11 @@ class Qwen35MoeConfig(DecoderConfig):
     def rotary(self) -> Rotary:
         """The first quarter of a head, as published."""
         return Rotary(width=int(self.head_dim * self.partial_rotary_factor), theta=self.rope_theta)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """By mixer."""
+        return self.layer_types
 
     @property
     def norm_rule(self) -> NormRule:
@@ -115,3 +121,26 @@ class Qwen35MoeConfig(DecoderConfig):
     def qwen35_122b_a10b(cls) -> Qwen35MoeConfig:
         """Qwen3.5-122B-A10B, from two copies of its config that agree (not the published file itself)."""
         return cls._published(48, 3072, 32, 64, 1024)
+
+    @classmethod
+    def tiny(cls) -> Qwen35MoeConfig:
+        """A few thousand weights, two layers of each kind: for tests and first steps."""
+        return cls(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=512,
+            layer_types=("linear_attention", "full_attention") * 2,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            shared_expert_intermediate_size=8,
+            moe_intermediate_size=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+        )

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from flax import nnx
 
+from draftco_jax.models.block import Block
 from draftco_jax.models.full_attention import FullAttention
 from draftco_jax.models.moe import MoE, MoEConfig
 from draftco_jax.models.moe_routing import RouterConfig
-from draftco_jax.models.transformer import Block, DecoderConfig, pre_norm_block
+from draftco_jax.models.transformer import DecoderConfig, pre_norm_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,4 +72,21 @@ class Qwen3MoeConfig(DecoderConfig):
             moe_intermediate_size=1536,
             num_experts=128,
             num_experts_per_tok=8,
+        )
+
+    @classmethod
+    def tiny(cls) -> Qwen3MoeConfig:
+        """A few thousand weights, four experts: for tests and first steps."""
+        return cls(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=512,
+            moe_intermediate_size=8,
+            num_experts=4,
+            num_experts_per_tok=2,
         )

@@ -6,9 +6,9 @@ A = number of taps * D, the width of the concatenated target features that a dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+from draftco_jax.models.block import Block
 from draftco_jax.models.calls import CachedCall, PackedCall
+from draftco_jax.models.compute import FLOAT32, ComputeConfig
 from draftco_jax.models.full_attention import AttentionSpec
 from draftco_jax.models.kv_cache import Cache, visible_slots
+from draftco_jax.models.layer_runs import Run, find_runs
+from draftco_jax.models.layer_walk import BlockCall, Walked, Way, in_loops, one_by_one
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, NormRule, RMSNorm, parameter
+from draftco_jax.models.moe_routing import RoutingSums, routing_sums
 from draftco_jax.models.rotary import Rotary
-
-Norm = Callable[[], RMSNorm]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,16 @@ class DecoderConfig:
         """Standard deviation of fresh projections back into the residual stream: 0.02 / sqrt(2 * layers)."""
         return 0.02 / (2 * self.num_hidden_layers) ** 0.5
 
+    @property
+    def layer_kinds(self) -> tuple[Hashable, ...]:
+        """One for each layer; layers of one kind differ by their weights alone."""
+        return ("block",) * self.num_hidden_layers
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """How layers are stacked where they are."""
+        return find_runs(self.layer_kinds)
+
     def make_norm(self, rngs: nnx.Rngs) -> RMSNorm:
         """A norm of the residual stream."""
         return RMSNorm(self.hidden_size, eps=self.rms_norm_eps, rngs=rngs, rule=self.norm_rule)
@@ -88,9 +101,9 @@ class DecoderConfig:
         """Block `index` with freshly drawn weights."""
         raise NotImplementedError
 
-    def build(self, rngs: nnx.Rngs) -> Decoder:
+    def build(self, rngs: nnx.Rngs, compute: ComputeConfig = FLOAT32) -> Decoder:
         """The Flax module with freshly drawn weights."""
-        return Decoder(self, rngs=rngs)
+        return Decoder(self, compute, rngs=rngs)
 
 
 def pre_norm_block(cfg: DecoderConfig, mixer: tuple[str, nnx.Module], ffn: nnx.Module, rngs: nnx.Rngs) -> Block:
@@ -120,73 +133,58 @@ def check_sizes(cfg: Any, names: tuple[str, ...]) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)} must be > 0; 1e-6 and 1e6 are usual")
 
 
-class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + ffn(norm(x)); a block may lack either half.
+class PolicyRouting(NamedTuple):
+    """Where the tokens of a call went, by layer with experts (M of them, in order)."""
 
-    Norms and halves are attributes under the family's published names, so that tensor names follow by a rule.
-    """
+    ids: jax.Array  # i32[R, T, M, k]
+    sums: RoutingSums  # arrays [M, ...], over tokens that are not padding
 
-    def __init__(
-        self, *, mixer: tuple[str, str, nnx.Module] | None, ffn: tuple[str, str, nnx.Module] | None, norm: Norm
-    ) -> None:
-        self.mixer_names = self.ffn_names = ("", "")
-        if mixer is not None:
-            self.mixer_names = mixer[:2]
-            setattr(self, mixer[0], norm())
-            setattr(self, mixer[1], mixer[2])
-        if ffn is not None:
-            self.ffn_names = ffn[:2]
-            setattr(self, ffn[0], norm())
-            setattr(self, ffn[1], ffn[2])
 
-    def __call__(self, x: Float[Array, "R T D"], call: PackedCall) -> Float[Array, "R T D"]:
-        """Packed rows."""
-        norm, mixer = self.mixer_names
-        if mixer:
-            x = x + getattr(self, mixer)(getattr(self, norm)(x), call)
-        return self._feed_forward(x)
+class PolicyOutput(NamedTuple):
+    """What a forward over packed rows gives."""
 
-    def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: Any) -> Any:
-        """State of the mixer; () without one."""
-        mixer = self.mixer_names[1]
-        return getattr(self, mixer).empty_state(batch, capacity, lookahead, dtype) if mixer else ()
+    hidden: jax.Array  # [R, T, D] final-normed
+    taps: jax.Array  # [R, T, A] without gradient
+    routing: PolicyRouting | None  # None: a policy without experts
 
-    def step(self, x: Float[Array, "B T D"], state: Any, call: CachedCall) -> tuple[Float[Array, "B T D"], Any]:
-        """A few new tokens, whose past is in the state."""
-        norm, mixer = self.mixer_names
-        if mixer:
-            y, state = getattr(self, mixer).step(getattr(self, norm)(x), state, call)
-            x = x + y
-        return self._feed_forward(x), state
 
-    def _feed_forward(self, x: Array) -> Array:
-        norm, ffn = self.ffn_names
-        if not ffn:
-            return x
-        y = getattr(self, ffn)(getattr(self, norm)(x))
-        return x + (y[0] if isinstance(y, tuple) else y)  # experts also say where the tokens went
+class StepOutput(NamedTuple):
+    """What a cached step gives."""
+
+    hidden: jax.Array  # [B, T, D] final-normed
+    taps: jax.Array  # [B, T, A]
+    cache: Cache
+    experts: jax.Array | None  # i32[B, T, M, k] ids; None: a policy without experts
 
 
 class Decoder(nnx.Module):
     """Embedding, blocks, final norm, head.
 
     Taps: the residual stream AFTER the named blocks (OUTPUT convention, 0-based), un-normed, concatenated in the
-    order given. They are what a draft reads.
+    order given. They are what a draft reads; no gradient goes back through them.
+
+    Blocks are one by one in `layers`, or stacked in `runs` (`layer_runs`), each run a loop.
     """
 
-    def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: DecoderConfig, compute: ComputeConfig = FLOAT32, *, rngs: nnx.Rngs) -> None:
+        self.cfg, self.compute = cfg, compute
         self.embed_tokens = parameter(
             rngs, (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), nnx.initializers.normal(0.02)
         )
-        self.layers = nnx.List([cfg.block(i, rngs) for i in range(cfg.num_hidden_layers)])
+        if compute.scan_layers:
+            self.runs = nnx.List(
+                [nnx.List([_stacked(cfg, run, place, rngs) for place in range(run.period)]) for run in cfg.runs]
+            )
+        else:
+            self.layers = nnx.List([cfg.block(i, rngs) for i in range(cfg.num_hidden_layers)])
         self.norm = cfg.make_norm(rngs)
         if not cfg.tie_word_embeddings:
             self.lm_head = Linear((cfg.hidden_size, cfg.vocab_size), ("embed", "vocab"), rngs=rngs)
+        compute.cast_parameters(self)
 
     def embed(self, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
         """Rows of the embedding table; every id is below the vocabulary size."""
-        return self.embed_tokens[...].at[tokens].get(mode="promise_in_bounds")
+        return self.embed_tokens[...].at[tokens].get(mode="promise_in_bounds").astype(self.compute.dtype)
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The output projection, tied or not."""
@@ -198,24 +196,31 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"],
+        tokens: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
         *,
         tap_layers: Sequence[int] = (),
         packed: PackedRows = WHOLE_ROWS,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A"]]:
+        experts: Int[Array, "R T M k"] | None = None,
+    ) -> PolicyOutput:
         """Final-normed hidden states and taps of packed rows; `packed` says how they are spread over devices.
 
         Positions count 0, 1, 2, ... in each document: where it starts is read off them.
+        `experts`: routing to be replayed, the ids that a rollout recorded; -1 lets the router choose.
         """
         rotary = self.cfg.rotary
         call = PackedCall(positions, segment_ids, None if rotary is None else rotary.angles(positions), packed)
-        x, outputs = self.embed(tokens), []
-        for block in self.layers:
-            x = block(x, call)
-            outputs.append(x)
-        return self.norm(x), concatenate_taps(outputs, tap_layers)
+        counted = segment_ids > 0
+
+        def block(module: Block, x: Array, state: tuple[()], chosen: Array | None) -> tuple[Array, tuple[()], Any]:
+            x, routing = module(x, call, chosen)
+            return x, state, None if routing is None else (routing.ids, routing_sums(routing, counted))
+
+        x = self.embed(tokens)
+        x, taps, _, found = self._through(block, x, None, experts, tap_layers)
+        routing = None if found is None else PolicyRouting(jnp.moveaxis(found[0], 0, 2), found[1])
+        return PolicyOutput(self.norm(x), taps, routing)
 
     def step(
         self,
@@ -225,7 +230,7 @@ class Decoder(nnx.Module):
         *,
         tap_layers: Sequence[int],
         lengths: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A"], Cache]:
+    ) -> StepOutput:
         """The same for T new tokens at positions start, start + 1, ... whose past is in the cache.
 
         `lengths`: the tokens are prompts of these lengths, padded; None: they are a call of lookahead + 1 tokens.
@@ -233,28 +238,67 @@ class Decoder(nnx.Module):
         count = tokens.shape[1]
         angles = None if self.cfg.rotary is None else cache.angles_at(start, count)
         call = CachedCall(start, angles, visible_slots(cache.capacity, start, count), lengths)
-        x, outputs, layers = self.embed(tokens), [], []
-        for block, layer in zip(self.layers, cache.layers, strict=True):
-            x, layer = block.step(x, layer, call)
-            outputs.append(x)
-            layers.append(layer)
-        return self.norm(x), concatenate_taps(outputs, tap_layers), cache._replace(layers=tuple(layers))
+
+        def block(module: Block, x: Array, state: Any, chosen: Array | None) -> tuple[Array, Any, Any]:
+            del chosen  # a rollout records its routing and replays none
+            x, state, routing = module.step(x, state, call)
+            return x, state, None if routing is None else routing.ids
+
+        x, taps, layers, ids = self._through(block, self.embed(tokens), cache.layers, None, tap_layers)
+        cache = cache._replace(layers=layers)
+        return StepOutput(self.norm(x), taps, cache, None if ids is None else jnp.moveaxis(ids, 0, 2))
+
+    def _through(
+        self, block: BlockCall, x: Array, states: Sequence[Any] | None, experts: Array | None, taps: Sequence[int]
+    ) -> Walked:
+        """Every layer in its turn; `states` of the mixers as `empty_cache` orders them."""
+        way = Way(block, self.compute, tuple(taps), experts)
+        if self.compute.scan_layers:
+            return in_loops(self.cfg.runs, self.runs, way, x, states)
+        return one_by_one(self.layers, way, x, states)
 
     def empty_cache(self, batch: int, capacity: int, lookahead: int = 0) -> Cache:
         """Room for `capacity` tokens of each request, read in calls of lookahead + 1 tokens after the prompt."""
-        cfg, dtype = self.cfg, self.embed_tokens[...].dtype
-        layers = tuple(block.empty_state(batch, capacity, lookahead, dtype) for block in self.layers)
+        cfg, dtype = self.cfg, jnp.dtype(self.compute.dtype)
+        empty = lambda block: block.empty_state(batch, capacity, lookahead, dtype)  # noqa: E731
+        if self.compute.scan_layers:
+            layers = tuple(
+                tuple(_repeated(empty(_at(block, 0)), run.repeats) for block in group)
+                for run, group in zip(cfg.runs, self.runs, strict=True)
+            )
+        else:
+            layers = tuple(empty(block) for block in self.layers)
         if cfg.rotary is None:
             return Cache(layers, jnp.zeros((capacity, 0)), jnp.zeros((capacity, 0)))
         cos, sin = cfg.rotary.angles(jnp.arange(capacity)[None])
         return Cache(layers, cos[0, :, 0], sin[0, :, 0])
 
 
-def concatenate_taps(outputs: Sequence[Array], tap_layers: Sequence[int]) -> Float[Array, "B T A"]:
-    """Outputs of the tapped layers side by side; width 0 when nothing is tapped."""
-    if not tap_layers:
-        return outputs[0][..., :0]
-    return jnp.concatenate([outputs[layer] for layer in tap_layers], axis=-1)
+def _stacked(cfg: DecoderConfig, run: Run, place: int, rngs: nnx.Rngs) -> Block:
+    """The blocks at one place of a run as one, its arrays with a leading dim over the repetitions."""
+    graphs = []
+
+    def draw(key: Array) -> Any:
+        graph, weights = nnx.split(cfg.block(run.layer(0, place), nnx.Rngs(params=key)))
+        graphs.append(graph)
+        return weights
+
+    weights = jax.vmap(draw)(jax.random.split(rngs.params(), run.repeats))
+    block = nnx.merge(graphs[0], weights)
+    for _, variable in nnx.iter_graph(block):
+        if isinstance(variable, nnx.Param):
+            variable.set_metadata(logical_axes=("layers", *variable.get_metadata("logical_axes")))
+    return block
+
+
+def _at(block: Block, index: int) -> Block:
+    """One of the blocks that are stacked."""
+    graph, weights = nnx.split(block)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], weights))
+
+
+def _repeated(tree: Any, repeats: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (repeats, *leaf.shape)), tree)
 
 
 def fuse_projections(module: nnx.Module) -> None:

@@ -14,6 +14,7 @@ from draftco_jax.drafts.base import DraftConfig, DraftReport, Target, TrainingCo
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.policy import clipped_surrogate, kl_k3
+from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.transformer import Decoder
 from draftco_jax.numerics.logprobs import entropy, token_logprobs
@@ -65,6 +66,8 @@ class ObjectiveSpec:
     """Root of what a draft's loss draws at random (its anchors)."""
     packed: PackedRows = WHOLE_ROWS
     """How the batch is spread over devices."""
+    draft_dtype: FloatName = "float32"
+    """Of the draft's activations; the policy's is part of its graph."""
     vocabulary_tile: int = 8192
     """Columns of a head whose logits exist at one time in the draft's loss."""
 
@@ -132,9 +135,9 @@ def objective(
     packed = spec.packed
     params, reference, frozen_draft = packed.varying((params, reference, frozen_draft))
     policy: Decoder = spec.policy_graph.merge(params["policy"])
-    hidden, taps = policy(batch.tokens, batch.positions, batch.segment_ids, tap_layers=spec.tap_layers, packed=packed)
-    loss, metrics = _policy_objective(policy, hidden, batch, counts, reference, spec)
-    target = Target(taps, hidden, policy.head_kernel(), policy.embed_tokens[...])
+    output = policy(batch.tokens, batch.positions, batch.segment_ids, tap_layers=spec.tap_layers, packed=packed)
+    loss, metrics = _policy_objective(policy, output.hidden, batch, counts, reference, spec)
+    target = Target.of(policy, output, spec.draft_dtype)
 
     def draft_terms(draft_params: Params) -> tuple[Array, DraftReport]:
         assert spec.draft_graph is not None and spec.draft_cfg is not None
@@ -203,7 +206,7 @@ def _policy_objective(
     metrics |= {"policy/loss": loss} | packed.largest(maxima)
     if reference is not None:
         initial: Decoder = spec.policy_graph.merge(jax.lax.stop_gradient(reference))
-        states, _ = initial(batch.tokens, batch.positions, batch.segment_ids, packed=packed)
+        states = initial(batch.tokens, batch.positions, batch.segment_ids, packed=packed).hidden
         initial_logprobs, _ = label_logprobs(initial, states, labels, spec.sampling, spec.chunk_tokens)
         penalty = packed.total(masked_mean(kl_k3(logprobs, initial_logprobs), mask, count=count))
         loss = loss + algorithm.kl_coefficient * penalty

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,35 @@ def learning_rate_schedule(cfg: OptimizerConfig, total_steps: int) -> optax.Sche
     return optax.constant_schedule(cfg.learning_rate)
 
 
+class MasterState(NamedTuple):
+    """State of a group whose parameters are not all float32: steps are taken on a float32 copy."""
+
+    inner: optax.OptState
+    master: Any  # f32, the tree of the parameters; each parameter is its rounding
+
+
+_UNDECAYED = ("weight", "bias", "A_log", "D", "sinks")
+"""Norm weights and what else is no matrix, as is all that ends in bias: decay would pull them to 0, which for them is
+no smaller model. Router corrections (`e_score_correction_bias`) and time steps (`dt_bias`) are among them."""
+
+
+def decays(params: Any) -> Any:
+    """Which parameters weight decay applies to: matrices, whatever dims stacking or experts add."""
+
+    def one(path: tuple[Any, ...], leaf: Any) -> bool:
+        del leaf
+        name = str(getattr(path[-1], "key", path[-1]))
+        return not (name in _UNDECAYED or name.endswith("bias"))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
 def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clip by the group's own global norm, then AdamW; moments and arithmetic in float32 whatever comes in."""
+    """Clip by the group's own global norm, then AdamW; moments and arithmetic in float32 whatever comes in.
+
+    Updates are float32 too. Where a parameter is not, `apply_gradients` adds them to its float32 copy, since a step is
+    often smaller than the spacing of bfloat16 numbers.
+    """
     chain = optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm),
         optax.adamw(
@@ -71,19 +98,21 @@ def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTran
             b2=cfg.beta2,
             eps=cfg.epsilon,
             weight_decay=cfg.weight_decay,
+            mask=decays,
         ),
     )
 
     def init(params: optax.Params) -> optax.OptState:
-        return chain.init(_float32(params))
+        copy = _float32(params)
+        low = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params))
+        return MasterState(chain.init(copy), copy) if low else chain.init(copy)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
         # optax raises a Python float to an integer count, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = chain.update(_float32(updates), state, _float32(params))
-        return jax.tree.map(lambda update, param: update.astype(param.dtype), updates, params), state
+            return chain.update(_float32(updates), state, _float32(params))
 
     return optax.GradientTransformation(init, update)
 
@@ -92,6 +121,11 @@ def apply_gradients(
     optimizer: optax.GradientTransformation, gradients: Any, state: optax.OptState, params: Any
 ) -> tuple[Any, optax.OptState]:
     """Parameters and optimizer state after one step."""
+    if isinstance(state, MasterState):
+        updates, inner = optimizer.update(gradients, state.inner, state.master)
+        master = optax.apply_updates(state.master, updates)
+        rounded = jax.tree.map(lambda exact, param: exact.astype(param.dtype), master, params)
+        return rounded, MasterState(inner, master)
     updates, state = optimizer.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
 

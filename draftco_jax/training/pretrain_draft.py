@@ -19,6 +19,7 @@ from draftco_jax.drafts.base import DraftConfig, DraftReport, Target, TrainingCo
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.drafts.vocabulary import graph_with_map
 from draftco_jax.losses.chunked import map_tokens
+from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph, Params
 from draftco_jax.models.transformer import Decoder
 from draftco_jax.numerics.masked import masked_sum
@@ -39,6 +40,7 @@ class PretrainSpec:
     kept: Int32[np.ndarray, " W"] | None
     """Target ids of a reduced draft vocabulary."""
     context: TrainingContext
+    draft_dtype: FloatName = "float32"
     seed: int = 0
     """Root of what a draft's loss draws at random (its anchors), with the optimizer steps taken as in a run."""
 
@@ -67,8 +69,8 @@ def make_step(spec: PretrainSpec, optimizer: optax.GradientTransformation) -> St
     def loss_fn(draft: Params, policy: Params, batch: PackedBatch, key: Array) -> tuple[Array, DraftReport]:
         target_model: Decoder = spec.policy_graph.merge(policy)
         taps_of = spec.draft_cfg.tap_layers
-        hidden, taps = target_model(batch.tokens, batch.positions, batch.segment_ids, tap_layers=taps_of)
-        target = Target(taps, hidden, target_model.head_kernel(), target_model.embed_tokens[...])
+        output = target_model(batch.tokens, batch.positions, batch.segment_ids, tap_layers=taps_of)
+        target = Target.of(target_model, output, spec.draft_dtype)
         denominator = family_denominator(batch, spec.draft_cfg, key)
         model = draft_graph.merge(draft)
         return family_loss(model, target, batch, denominator=denominator, key=key, context=spec.context)
@@ -119,7 +121,7 @@ def make_mass_outside(
 
     def mass_outside(policy: Params, batch: PackedBatch) -> tuple[Array, Array]:
         model: Decoder = policy_graph.merge(policy)
-        hidden, _ = model(batch.tokens, batch.positions, batch.segment_ids)
+        hidden = model(batch.tokens, batch.positions, batch.segment_ids).hidden
         outside = jnp.ones(model.head_kernel().shape[1], jnp.float32).at[kept].set(0.0)
 
         def mass(states: Any) -> Array:

@@ -105,7 +105,7 @@ def test_greedy_speculation_is_plain_decoding_and_a_second_reading_agrees(family
     tokens = np.asarray(plain.tokens)
     places = np.arange(tokens.shape[1])[None]
     inside = jnp.asarray(places < np.asarray(plain.lengths)[:, None], jnp.int32)
-    hidden, _ = graph.merge(params)(jnp.asarray(tokens), jnp.asarray(places + 0 * tokens), inside)
+    hidden, *_ = graph.merge(params)(jnp.asarray(tokens), jnp.asarray(places + 0 * tokens), inside)
     best = np.asarray(jnp.argmax(graph.merge(params).logits(hidden), axis=-1))
     for row, (start, end) in enumerate(zip(LENGTHS, np.asarray(plain.lengths), strict=True)):
         np.testing.assert_array_equal(best[row, start - 1 : end - 1], tokens[row, start:end])

@@ -65,7 +65,7 @@ def test_published_models_give_the_outputs_of_the_trained_ones(pair):
 
     def outputs(policy_graph, draft_graph, policy, draft):
         policy, draft = policy_graph.merge(policy), draft_graph.merge(draft)
-        hidden, taps = policy(tokens, positions, segments, tap_layers=(0,))
+        hidden, taps, _ = policy(tokens, positions, segments, tap_layers=(0,))
         states = draft.passes([policy.embed(tokens)] * 2, taps, positions, segments)
         laws = [draft.to_target_vocabulary(jax.nn.softmax(draft.logits(state))) for state in states]
         return policy.logits(hidden), *laws

@@ -77,7 +77,7 @@ def steps_loss(
     """
     if target.hidden is None:
         raise ValueError("target.hidden=None must be the policy's final states, the draft's input; keep them")
-    hidden, cfg = jax.lax.stop_gradient(target.hidden), draft.cfg
+    hidden, cfg = jax.lax.stop_gradient(target.hidden).astype(target.embedding.dtype), draft.cfg
     target = jax.lax.stop_gradient(target)
     ahead = look_ahead(batch, cfg, context.packed)
     embeds = [target.embedding[ahead.tokens(k + 1)] for k in range(cfg.steps)]

@@ -60,7 +60,7 @@ class Previous(nnx.Module):
             old = jnp.full((batch, 1), NO_TOKEN, jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(old.shape[1], dtype=jnp.int32)[None], old.shape)
         segments = (old >= 0).astype(jnp.int32)
-        hidden, _ = self.policy(jnp.maximum(old, 0), positions, segments, tap_layers=())
+        hidden = self.policy(jnp.maximum(old, 0), positions, segments).hidden
         return PreviousState(empty_text(batch, capacity), old, hidden)
 
     def absorb(self, state: PreviousState, features: Features, shared: Shared) -> PreviousState:

@@ -124,7 +124,7 @@ def _graph_with_map(cfg: Eagle3Config, kept: tuple[int, ...]) -> ModelGraph:
 def _teacher_forced(graph: ModelGraph, params: Params, tokens: jax.Array) -> jax.Array:
     policy = graph.merge(params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-    hidden, _ = policy(tokens, positions, jnp.ones_like(tokens))
+    hidden, *_ = policy(tokens, positions, jnp.ones_like(tokens))
     return policy.logits(hidden)
 
 

@@ -45,7 +45,8 @@ def true_features(graphs, weights, tokens: jax.Array) -> tuple[jax.Array, jax.Ar
     """Embedding table, and taps of whole rows [B, S, A]."""
     policy = graphs[0].merge(weights[0])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-    _, taps = policy(tokens, positions, jnp.ones_like(tokens), tap_layers=graphs[1].merge(weights[1]).cfg.tap_layers)
+    tap_layers = graphs[1].merge(weights[1]).cfg.tap_layers
+    _, taps, _ = policy(tokens, positions, jnp.ones_like(tokens), tap_layers=tap_layers)
     return policy.embed_tokens[...], taps
 
 

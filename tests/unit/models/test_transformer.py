@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from draftco_jax.models.compute import ComputeConfig
+from draftco_jax.models.functional import abstract_params, graph_of
 from draftco_jax.models.qwen3 import Qwen3Config
 
 ROWS, TOKENS = 4, 16
@@ -42,7 +46,7 @@ def run(tiny):
     """(tokens, positions, segments, coefficients) -> states, gradients of the coefficients' sum over them."""
 
     def weighted(params, tokens, positions, segments, coefficients):
-        hidden, taps = tiny.graph.merge(params)(tokens, positions, segments, tap_layers=(0, 1))
+        hidden, taps, _ = tiny.graph.merge(params)(tokens, positions, segments, tap_layers=(0, 1))
         states = jnp.concatenate([hidden, taps], axis=-1)
         return jnp.sum(states * coefficients), states
 
@@ -91,24 +95,26 @@ def test_taps_come_in_the_order_asked_for_and_none_has_width_zero(tiny, document
 
 def test_bfloat16_weights_give_finite_states_and_float32_logits(tiny, documents):
     """Whole rows and cached steps; 8 bits over two layers leave an error of 2 % of the spread of the logits."""
-    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
+    build = partial(tiny.cfg.build, compute=ComputeConfig(dtype="bfloat16", parameter_dtype="bfloat16"))
+    graphs = {"low": graph_of(build), "exact": tiny.graph}
+    low = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tiny.params, abstract_params(build))
     tokens, positions, segments = (jnp.asarray(a) for a in lay_out(documents, ALONE))
 
-    @jax.jit
-    def both_ways(params):
-        policy = tiny.graph.merge(params)
-        hidden, taps = policy(tokens, positions, segments, tap_layers=(0,))
-        stepped, _, cache = policy.step(
+    @partial(jax.jit, static_argnames="kind")
+    def both_ways(params, kind):
+        policy = graphs[kind].merge(params)
+        hidden, taps, _ = policy(tokens, positions, segments, tap_layers=(0,))
+        stepped, _, cache, _ = policy.step(
             tokens, jnp.zeros(ROWS, jnp.int32), policy.empty_cache(ROWS, TOKENS), tap_layers=()
         )
         return hidden, taps, cache.layers[0].keys, policy.logits(hidden), policy.logits(stepped)
 
-    *states, logits, stepped = both_ways(low)
+    *states, logits, stepped = both_ways(low, "low")
     assert [state.dtype for state in states] == [jnp.bfloat16] * 3
     assert logits.dtype == stepped.dtype == jnp.float32
     # Padding of a short row is out of the comparison: a step sees it as text, a whole row does not.
     real = segments > 0
-    exact = both_ways(tiny.params)[3]
+    exact = both_ways(tiny.params, "exact")[3]
     for found in (logits, stepped):
         assert np.isfinite(found).all()
         error = np.sqrt(np.mean((found - exact)[real] ** 2))

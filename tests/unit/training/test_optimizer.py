@@ -50,9 +50,35 @@ def test_a_gradient_below_the_clip_is_left_alone(step):
 def test_moments_are_float32_for_bfloat16_parameters(step):
     params = {"w": jnp.ones(3, jnp.bfloat16)}
     new, state = step({"w": jnp.full(3, 1e-3, jnp.bfloat16)}, params)
-    moments = state[1][0]
+    moments = state.inner[1][0]
     assert moments.mu["w"].dtype == moments.nu["w"].dtype == jnp.float32
     assert new["w"].dtype == jnp.bfloat16 and (new["w"] < params["w"]).all()
+
+
+def test_bfloat16_parameters_are_the_rounding_of_what_float32_ones_become():
+    """A step of 1e-4 is a small part of the spacing of bfloat16 at 1: added to the parameter it would be lost."""
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-4), total_steps=1)
+    step = jax.jit(lambda g, s, p: apply_gradients(optimizer, g, s, p))
+    gradients = {"kernel": jnp.array([1.0, -1.0, 0.5]), "norm": {"weight": jnp.ones(2)}}
+    exact = {"kernel": jnp.array([1.0, 1.5, -2.0]), "norm": {"weight": jnp.ones(2)}}
+    low = {"kernel": exact["kernel"].astype(jnp.bfloat16), "norm": {"weight": exact["norm"]["weight"]}}
+    exact_state, low_state = optimizer.init(exact), optimizer.init(low)
+    for _ in range(120):
+        exact, exact_state = step(gradients, exact_state, exact)
+        low, low_state = step(gradients, low_state, low)
+    assert low["kernel"].dtype == jnp.bfloat16 and low["norm"]["weight"].dtype == jnp.float32
+    np.testing.assert_array_equal(low["kernel"], exact["kernel"].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(low["norm"]["weight"], exact["norm"]["weight"])
+    assert (low["kernel"] != jnp.array([1.0, 1.5, -2.0], jnp.bfloat16)).all()
+
+
+def test_only_matrices_decay():
+    names = ("kernel", "embed_tokens", "gate_up_proj", "weight", "bias", "A_log", "D", "dt_bias", "sinks")
+    params = {name: jnp.ones((2, 2)) for name in (*names, "e_score_correction_bias", "down_proj_bias")}
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, weight_decay=0.5), total_steps=1)
+    new, _ = apply_gradients(optimizer, jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    changed = {name for name, value in new.items() if (value != 1).all()}
+    assert changed == {"kernel", "embed_tokens", "gate_up_proj"}
 
 
 def test_the_clip_is_over_the_whole_group():

@@ -210,7 +210,7 @@ def test_bug_case_b41_output_and_boundary_ids_read_the_same_features(draft_of, w
     for layout in ("specforge", "vllm"):
         folder = write_files(tmp_path / layout, config_of(layout, draft.cfg), tensors_of(layout, draft))
         cfg, _, _ = load_draft(folder)
-        _, taps = policy(tokens, jnp.array([[0, 1]]), jnp.ones((1, 2), jnp.int32), tap_layers=cfg.tap_layers)
+        _, taps, _ = policy(tokens, jnp.array([[0, 1]]), jnp.ones((1, 2), jnp.int32), tap_layers=cfg.tap_layers)
         read[layout] = np.asarray(taps)[0, 0, ::16]
     # Sums after layers 0, 2 and 3; the boundary form of the last one is the layer count, 4.
     np.testing.assert_array_equal(read["specforge"], [1.0, 111.0, 1111.0])
