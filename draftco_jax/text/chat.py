@@ -126,9 +126,9 @@ class Chat:
             start, end = len(prompt.ids), len(turn.ids)
             if turn.ids[:start] != prompt.ids or whole.ids[:end] != turn.ids:
                 raise UserError(
-                    f"chat template must write messages[{index}] alike as the last turn and as history to tell the "
-                    "assistant's ids by differences; learn from each turn by itself, or give a template with "
-                    "{% generation %} marks"
+                    f"chat template must write messages[{index}] with the same ids after its prompt, as the last "
+                    "turn and as history, to tell the assistant's ids by differences (find_prefix_break names the place); "
+                    "learn from each turn by itself, or give a template with {% generation %} marks"
                 )
             inside[start:end] = [True] * (end - start)
         return TrainingIds(whole.ids, tuple(inside), "differences")

@@ -139,7 +139,7 @@ class PrefixBreak:
     position: int
     """Index of the first id that differs."""
     cause: Literal["generation prompt", "history rewritten", "encoded anew"]
-    """The turn does not begin with its prompt; later text differs; the text is the same and its ids are not."""
+    """The turn's text does not begin with its prompt's; later text differs; texts are alike and their ids are not."""
     expected: str
     """Text around the place, by the ids of the turn."""
     found: str
@@ -170,7 +170,8 @@ def find_prefix_break(
     for n, index in enumerate(turns):
         prompt, turn = chat.encode_turn(messages, index, **arguments)
         if turn.ids[: len(prompt.ids)] != prompt.ids:
-            return _break(chat, index, prompt.ids, turn.ids, "generation prompt")
+            cause = "encoded anew" if turn.text.startswith(prompt.text) else "generation prompt"
+            return _break(chat, index, prompt.ids, turn.ids, cause)
         own = turn.ids if generated is None else (*prompt.ids, *generated[n])
         if n + 1 < len(turns):
             longer = chat.encode(messages[: turns[n + 1]], add_generation_prompt=True, **arguments)

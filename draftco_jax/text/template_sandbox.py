@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,29 +27,20 @@ import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
 
-MAX_STEPS = 1 << 21
+MAX_STEPS = 1 << 20
 """Loop passes and macro calls of one rendering."""
+MAX_SECONDS = 30.0
+"""Time of one rendering; looked at every 256 steps, for work that no step shows."""
 MAX_CHARACTERS = 1 << 25
-"""Characters of a text, and items of a list, that a template may build."""
+"""Characters of a text that a template may build."""
+MAX_ITEMS = 1 << 20
+"""Items of a list that a template may build, or write as text, those of lists within it included."""
 MAX_BITS = 4096
 """Size of an integer that a template may build."""
 
-_GROWING_FILTERS = (
-    *(
-        "batch",
-        "center",
-        "e",
-        "escape",
-        "forceescape",
-        "format",
-        "indent",
-        "join",
-        "list",
-        "pprint",
-        "replace",
-        "round",
-    ),
-    *("slice", "string", "sum", "truncate", "urlize", "wordwrap", "xmlattr"),
+_GROWING_FILTERS = frozenset(
+    "batch center e escape forceescape format indent join list pprint replace round slice string sum truncate urlize "
+    "wordwrap xmlattr".split()
 )
 _WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\*|\d{4})|\{[^{}]*:[^{}]*(\d{4}|\{)")
 """A width or precision of four digits or more, or one that is itself an argument."""
@@ -63,6 +55,7 @@ class Rendering:
     """The state of one rendering."""
 
     now: Callable[[], datetime]
+    started: float = field(default_factory=time.monotonic)
     steps: int = 0
     blocks: list[str] = field(default_factory=list)
     length: int = 0
@@ -115,11 +108,15 @@ class _Bounds(jinja2.ext.Extension):
         state.generated.append((state.length, text))
         return text
 
-    def _tick(self) -> str:
+    @property
+    def _tick(self) -> bool:
+        # A property, since the sandbox looks at every call, which costs more than most loop bodies.
         state = _current.get()
         state.steps += 1
-        _require(state.steps, MAX_STEPS, "loop passes and macro calls")
-        return ""
+        if state.steps & 255 == 0:
+            _require(state.steps, MAX_STEPS, "loop passes and macro calls")
+            _require(time.monotonic() - state.started, MAX_SECONDS, "seconds")
+        return True
 
     def _join(self, *parts: Any) -> str:
         _measure(parts)
@@ -133,19 +130,25 @@ class _Instrument(jinja2.visitor.NodeTransformer):
         self._bounds = bounds
 
     def visit_For(self, node: jinja2.nodes.For, *args: Any, **kwargs: Any) -> jinja2.nodes.Node:  # noqa: N802
-        return self._counted(node)
+        self._count(node)
+        if node.test is not None:  # passes that the loop's own condition leaves out
+            node.test = jinja2.nodes.And(self._tick(node), node.test)
+        return node
 
     def visit_Macro(self, node: jinja2.nodes.Macro, *args: Any, **kwargs: Any) -> jinja2.nodes.Node:  # noqa: N802
-        return self._counted(node)
+        self._count(node)
+        return node
 
     def visit_Concat(self, node: jinja2.nodes.Concat, *args: Any, **kwargs: Any) -> jinja2.nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return self._bounds.call_method("_join", list(node.nodes)).set_lineno(node.lineno)
 
-    def _counted(self, node: Any) -> jinja2.nodes.Node:
+    def _count(self, node: Any) -> None:
         self.generic_visit(node)
-        node.body.insert(0, jinja2.nodes.ExprStmt(self._bounds.call_method("_tick")).set_lineno(node.lineno))
-        return node
+        node.body.insert(0, jinja2.nodes.ExprStmt(self._tick(node)).set_lineno(node.lineno))
+
+    def _tick(self, node: jinja2.nodes.Node) -> Any:
+        return self._bounds.attr("_tick").set_lineno(node.lineno)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -172,7 +175,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator in ("*", "**"):
             _bound_product(operator, left, right)
         elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-            _require(len(left) + len(right), MAX_CHARACTERS, "characters or items of one value")
+            limit = MAX_CHARACTERS if isinstance(left, str) else MAX_ITEMS
+            _require(len(left) + len(right), limit, "characters or items of one value")
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -189,21 +193,7 @@ def environment() -> jinja2.Environment:
         extensions=[_Bounds, jinja2.ext.loopcontrols],
         finalize=_finalized,
     )
-    for name in ("center", "indent", "wordwrap", "truncate", "batch", "slice", "round"):
-        env.filters[name] = _bounded_filter(name, env.filters[name])
-    for name in (
-        "join",
-        "string",
-        "replace",
-        "list",
-        "sum",
-        "pprint",
-        "urlize",
-        "xmlattr",
-        "escape",
-        "e",
-        "forceescape",
-    ):
+    for name in _GROWING_FILTERS:
         env.filters[name] = _bounded_filter(name, env.filters[name])
     env.filters["tojson"] = _tojson
     del env.globals["lipsum"]  # random text
@@ -277,7 +267,8 @@ def _bound_pattern(pattern: str) -> None:
 def _bound_product(operator: str, left: Any, right: Any) -> None:
     for value, times in ((left, right), (right, left)):
         if isinstance(value, (str, list, tuple)) and isinstance(times, int):
-            _require(len(value) * times, MAX_CHARACTERS, "characters or items of one value")
+            limit = MAX_CHARACTERS if isinstance(value, str) else MAX_ITEMS
+            _require(len(value) * times, limit, "characters or items of one value")
     if isinstance(left, int) and isinstance(right, int):
         size = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
         _require(size, MAX_BITS, "bits of a number")
@@ -285,17 +276,20 @@ def _bound_product(operator: str, left: Any, right: Any) -> None:
 
 def _measure(value: Any) -> None:
     """Refuses a value whose text would be too long: lists that hold each other many times over among them."""
-    waiting, size = [value], 0
+    waiting, characters, items = [value], 0, 0
     while waiting:
         item = waiting.pop()
-        size += len(item) if isinstance(item, str) else 1
-        _require(size, MAX_CHARACTERS, "characters of one value")
-        if isinstance(item, dict):
+        items += 1
+        if isinstance(item, str):
+            characters += len(item)
+        elif isinstance(item, dict):
             waiting += [*item.keys(), *item.values()]
         elif isinstance(item, (list, tuple)):
             waiting += item
+        if characters > MAX_CHARACTERS or items + len(waiting) > MAX_ITEMS:
+            raise LimitExceeded(f"more than {MAX_CHARACTERS} characters or {MAX_ITEMS} items of one value")
 
 
-def _require(size: int, limit: int, what: str) -> None:
+def _require(size: float, limit: float, what: str) -> None:
     if size > limit:
         raise LimitExceeded(f"more than {limit} {what}")

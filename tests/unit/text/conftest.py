@@ -20,10 +20,16 @@ SENTENCES = [
 ]
 
 
-def byte_backend(control=CONTROL, added=THINKING, alphabet=True):
+# Line breaks stay together whatever follows, as in Qwen and Llama 3; GPT-2's own pattern splits them before a word.
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def byte_backend(control=CONTROL, added=THINKING, alphabet=True, gpt2=False):
     """Byte-pair encoding over bytes, trained on `SENTENCES`; control tokens first, added ordinary ones last."""
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2)
+    split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    backend.pre_tokenizer = byte_level if gpt2 else pre_tokenizers.Sequence([split, byte_level])
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
