@@ -56,8 +56,8 @@ class PackedRows:
     """How a trunk is served that is read more than once; `pick_trunk_mode` says what fits."""
     tensor_axis: str | None = None
     """Mesh axis that heads and hidden widths of the weights are split over; tokens are the same on all its ranks."""
-    expert_axis: str | None = None
-    """Mesh axis that the experts of a mixture are split over: one of `axes`, or `tensor_axis`."""
+    expert_axis: str | tuple[str, ...] | None = None
+    """Mesh axis that the experts of a mixture are split over, or several, major first: of `axes` and `tensor_axis`."""
 
     def __post_init__(self) -> None:
         """Refuse what no ring could run with."""
@@ -74,6 +74,13 @@ class PackedRows:
                 raise ValueError(f"{name}={value!r} must be one of {sorted(known)}; use 'blockwise' on a CPU")
         if self.trunk_mode not in get_args(TrunkMode):
             raise ValueError(f"trunk_mode={self.trunk_mode!r} must be one of {get_args(TrunkMode)}; 'replay' is usual")
+        if self.ranks > 1 and self.context_axis is None:
+            raise ValueError(
+                f"context_axis=None must name a mesh axis where ranks={self.ranks} > 1; 'context' is usual"
+            )
+        self._check_axes()
+
+    def _check_axes(self) -> None:
         if self.context_axis in self.row_axes:
             raise ValueError(
                 f"row_axes={self.row_axes} must not hold context_axis={self.context_axis!r}; give two axes"
@@ -83,20 +90,28 @@ class PackedRows:
                 f"tensor_axis={self.tensor_axis!r} must not be among {self.axes}, which tokens are split over; "
                 "give another axis"
             )
-        if self.expert_axis is not None and self.expert_axis not in (*self.axes, self.tensor_axis):
+        if not set(self.expert_axes) <= {*self.axes, self.tensor_axis}:
             raise ValueError(
                 f"expert_axis={self.expert_axis!r} must be one of {self.axes} or tensor_axis={self.tensor_axis!r}; "
                 "add it to row_axes"
-            )
-        if self.ranks > 1 and self.context_axis is None:
-            raise ValueError(
-                f"context_axis=None must name a mesh axis where ranks={self.ranks} > 1; 'context' is usual"
             )
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes that what a device holds differs over."""
         return self.row_axes + (() if self.context_axis is None else (self.context_axis,))
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """All mesh axes that a device's data or weights differ over."""
+        return self.axes + (() if self.tensor_axis is None else (self.tensor_axis,))
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Mesh axes that experts are split over."""
+        if self.expert_axis is None:
+            return ()
+        return (self.expert_axis,) if isinstance(self.expert_axis, str) else self.expert_axis
 
     # ---- places ----
 

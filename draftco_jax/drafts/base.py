@@ -20,6 +20,7 @@ import jax
 from jaxtyping import Array, Float, Float32, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+from draftco_jax.models.vocabulary import whole
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.types import PackedBatch
 
@@ -119,10 +120,14 @@ class Target(NamedTuple):
     embedding: jax.Array  # [V, D]
 
     @classmethod
-    def of(cls, policy: Decoder, output: PolicyOutput, dtype: FloatName) -> Target:
-        """What a draft that computes in `dtype` is given of a policy and its forward."""
+    def of(cls, policy: Decoder, output: PolicyOutput, dtype: FloatName, packed: PackedRows = WHOLE_ROWS) -> Target:
+        """What a draft that computes in `dtype` is given of a policy and its forward.
+
+        Drafts are whole on every rank of a tensor axis, and so are the tables that they read.
+        """
         taps, embedding = (x.astype(dtype) for x in (output.taps, policy.embed_tokens[...]))
-        return cls(taps, output.hidden, policy.head_kernel(), embedding)
+        head = whole(policy.head_kernel(), packed.tensor_axis, dim=1)
+        return cls(taps, output.hidden, head, whole(embedding, packed.tensor_axis, dim=0))
 
 
 class DraftReport(NamedTuple):

@@ -10,7 +10,6 @@ A name follows from the tree path by a rule (`published`), with the family's ren
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from draftco_jax.errors import UserError
-from draftco_jax.models.checkpoint_files import Index, SafetensorsReader
-from draftco_jax.models.checkpoint_trees import Computed, Source, Stacked, Tensor, Transposed, vocabulary_rows
+from draftco_jax.models.checkpoint_files import SafetensorsReader
+from draftco_jax.models.checkpoint_trees import Computed, Part, Source, Stacked, Tensor, Transposed, vocabulary_rows
 from draftco_jax.models.gpt_oss import GptOssConfig
 from draftco_jax.models.llama import LlamaConfig
 from draftco_jax.models.mxfp4 import unpack_expert
@@ -34,31 +33,8 @@ from draftco_jax.models.transformer import DecoderConfig
 Raw = dict[str, Any]
 MODULE_ONLY = ("qkv", "gate_up")
 """Tree levels that published names do not have."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Arrays one after the other along an axis: gate and up of one expert."""
-
-    parts: tuple[Source, ...]
-    axis: int
-
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors."""
-        return tuple(name for part in self.parts for name in part.names())
-
-    def shape(self, reader: SafetensorsReader) -> tuple[int, ...]:
-        """Shape of the array that they make."""
-        found = [part.shape(reader) for part in self.parts]
-        return (*found[0][: self.axis], sum(s[self.axis] for s in found), *found[0][self.axis + 1 :])
-
-    def read(self, reader: SafetensorsReader, index: Index | None = None) -> np.ndarray:
-        """That array, or slices of it; along the axis it is read whole."""
-        if index is None:
-            return np.concatenate([part.read(reader) for part in self.parts], axis=self.axis)
-        whole = (*index[: self.axis], slice(None), *index[self.axis + 1 :])
-        joined = np.concatenate([part.read(reader, whole) for part in self.parts], axis=self.axis)
-        return joined[(slice(None),) * self.axis + (index[self.axis],)]
+IN_PARTS = ("in_proj", "in_proj_qkv", "conv1d")
+"""Published tensors that are stated in parts here; the tree level after such a name is that of a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +53,8 @@ class PolicyFamily:
     """Published settings to the fields of the config, refusing what is not supported."""
     to_hf: Callable[[Any], Raw] = lambda cfg: {}
     """Settings to be written beside the config's own fields."""
+    parts: Callable[[Any], dict[str, dict[str, int]]] = lambda cfg: {}
+    """Of each of `IN_PARTS` that the family has, its parts in their published order and the outputs of each."""
     ignored: tuple[str, ...] = ()
     """Patterns of tensors that may be in the files and are not part of the policy."""
 
@@ -188,6 +166,21 @@ def _written_number(value: float | None) -> Any:
     return {"__float__": "Infinity"} if value is None else value
 
 
+def _delta_parts(cfg: Qwen35MoeConfig) -> dict[str, dict[str, int]]:
+    keys, values = (
+        cfg.linear_num_key_heads * cfg.linear_key_head_dim,
+        cfg.linear_num_value_heads * cfg.linear_value_head_dim,
+    )
+    parts = {"q": keys, "k": keys, "v": values}
+    return {"in_proj_qkv": parts, "conv1d": parts}
+
+
+def _mamba_parts(cfg: NemotronHConfig) -> dict[str, dict[str, int]]:
+    inner, states = cfg.mamba_num_heads * cfg.mamba_head_dim, cfg.n_groups * cfg.ssm_state_size
+    mixed = {"x": inner, "B": states, "C": states}
+    return {"in_proj": {"z": inner} | mixed | {"dt": cfg.mamba_num_heads}, "conv1d": mixed}
+
+
 FAMILIES: tuple[PolicyFamily, ...] = (
     PolicyFamily(
         config=Qwen3Config, model_types=("qwen3",), architecture="Qwen3ForCausalLM", from_hf=_qwen3,
@@ -212,6 +205,7 @@ FAMILIES: tuple[PolicyFamily, ...] = (
             "rope_parameters": written_rope(cfg.rope_theta, None)
             | {"partial_rotary_factor": cfg.partial_rotary_factor},
         },
+        parts=_delta_parts,
         ignored=("mtp.*", "model.visual.*"),
     ),
     PolicyFamily(
@@ -227,6 +221,7 @@ FAMILIES: tuple[PolicyFamily, ...] = (
             "mlp_hidden_act": "relu2",
             "time_step_limit": [_written_number(value) for value in cfg.time_step_limit],
         },
+        parts=_mamba_parts,
         ignored=("mtp.*",),
     ),
     PolicyFamily(
@@ -276,6 +271,8 @@ def published(path: tuple[Any, ...], family: PolicyFamily, prefix: str) -> str:
     """Published name of the array at a tree path, e.g. ('layers', 0, 'self_attn', 'qkv', 'q_proj', 'kernel')."""
     parts = [str(getattr(key, "key", key)) for key in path]
     parts = [part for part in parts if part not in MODULE_ONLY]
+    if len(parts) > 2 and parts[-3] in IN_PARTS:
+        del parts[-2]
     if parts[0] == "lm_head":
         return "lm_head.weight"
     if parts[0] == "norm":
@@ -286,6 +283,12 @@ def published(path: tuple[Any, ...], family: PolicyFamily, prefix: str) -> str:
     if parts[-1] == "kernel":
         parts[-1] = "weight"
     return prefix + ".".join(parts)
+
+
+def part_of(path: tuple[Any, ...], cfg: DecoderConfig) -> tuple[str, dict[str, int]] | None:
+    """Name of the part of a published tensor that the array at a tree path is, and all parts; None: it is all of it."""
+    whole, part = (str(getattr(key, "key", key)) for key in path[-3:-1]) if len(path) > 2 else ("", "")
+    return (part, family_of(cfg).parts(cfg)[whole]) if whole in IN_PARTS else None
 
 
 def names_of(path: tuple[Any, ...]) -> list[Any]:
@@ -321,31 +324,35 @@ def source(
         return Stacked(tuple(each))
     family, end = family_of(cfg), path_end(path)
     name = published(path, family, prefix)
-    in_experts = ".experts." in name
-    if in_experts and isinstance(cfg, GptOssConfig):
-        return _gpt_oss_experts(name, shape, reader)
-    if in_experts:
-        return _experts(name, shape, reader)
+    if ".experts." in name:
+        make = _gpt_oss_experts if isinstance(cfg, GptOssConfig) else _experts
+        return make(name, shape, reader)
+    tensor: Source = Tensor(name)
+    if (part := part_of(path, cfg)) is not None:
+        own, widths = part
+        before = sum(list(widths.values())[: list(widths).index(own)])
+        # The last part is what is left, so that a tensor which holds more is refused for its shape.
+        tensor = Part(tensor, 0, slice(before, None if own == list(widths)[-1] else before + widths[own]))
     if end == "kernel":
         if name == "lm_head.weight":
             return Transposed(vocabulary_rows(reader, name, cfg.vocab_size, cut_padding))
-        return Transposed(Tensor(name))
+        return Transposed(tensor)
     if end == "embed_tokens":
         return vocabulary_rows(reader, name, cfg.vocab_size, cut_padding)
     if name.endswith("conv1d.weight"):
-        return Computed((Tensor(name),), lambda x: x[:, 0], shape, by_entry=True)
-    return Tensor(name)
+        return Computed((tensor,), lambda x: x[:, 0], shape, by_entry=True)
+    return tensor
 
 
 def _experts(name: str, shape: tuple[int, ...], reader: SafetensorsReader) -> Source:
-    """[E, in, out] from one tensor [E, out, in] for all experts, or from those of each."""
+    """[E, in, out] from one tensor [E, out, in] for all experts, gate and up in one or not, or from those of each."""
     if name in reader.tensors:
         return Transposed(Tensor(name))
     stem, last = name.rsplit(".", 1)
-    each = lambda e, part: Transposed(Tensor(f"{stem}.{e}.{part}.weight"))  # noqa: E731
-    if last != "gate_up_proj":
-        return Stacked(tuple(each(e, last) for e in range(shape[0])))
-    return Stacked(tuple(Joined((each(e, "gate_proj"), each(e, "up_proj")), axis=1) for e in range(shape[0])))
+    halves = {"gate_proj": slice(0, shape[-1]), "up_proj": slice(shape[-1], None)}
+    if last in halves and f"{stem}.gate_up_proj" in reader.tensors:
+        return Transposed(Part(Tensor(f"{stem}.gate_up_proj"), 1, halves[last]))
+    return Stacked(tuple(Transposed(Tensor(f"{stem}.{e}.{last}.weight")) for e in range(shape[0])))
 
 
 def _gpt_oss_experts(name: str, shape: tuple[int, ...], reader: SafetensorsReader) -> Source:
@@ -370,16 +377,25 @@ def tensors_of(
 ) -> Iterable[tuple[str, np.ndarray]]:
     """Published tensors of a parameter tree, one at a time, as transformers writes them."""
     family = family_of(cfg)
+    waiting: dict[str, dict[str, np.ndarray]] = {}
     for path, array in _one_layer_at_a_time(paths_and_leaves, cfg):
         name = published(path, family, family.prefixes[0])
         if ".experts." in name and not isinstance(cfg, GptOssConfig):
             yield from _written_experts(name, array)
-        elif path_end(path) == "kernel":
-            yield name, np.ascontiguousarray(array.T)
+            continue
+        if path_end(path) == "kernel":
+            array = np.ascontiguousarray(array.T)
         elif name.endswith("conv1d.weight"):
-            yield name, np.ascontiguousarray(array[:, None, :])
-        else:
+            array = np.ascontiguousarray(array[:, None, :])
+        if (part := part_of(path, cfg)) is None:
             yield name, array
+            continue
+        own, widths = part
+        found = waiting.setdefault(name, {})
+        found[own] = array
+        if found.keys() == widths.keys():
+            yield name, np.concatenate([waiting[name][other] for other in widths])
+            del waiting[name]
 
 
 def _one_layer_at_a_time(
@@ -393,11 +409,6 @@ def _one_layer_at_a_time(
 
 
 def _written_experts(name: str, array: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
-    stem, last = re.fullmatch(r"(.*)\.(\w+)", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    stem, last = name.rsplit(".", 1)
     for e, kernel in enumerate(array):
-        parts = {last: kernel}
-        if last == "gate_up_proj":
-            gate, up = np.split(kernel, 2, axis=1)
-            parts = {"gate_proj": gate, "up_proj": up}
-        for part, value in parts.items():
-            yield f"{stem}.{e}.{part}.weight", np.ascontiguousarray(value.T)
+        yield f"{stem}.{e}.{last}.weight", np.ascontiguousarray(kernel.T)

@@ -7,7 +7,9 @@
     y = (w rmsnorm(o) silu(x W_z)) W_out   norm over each value head
 
 Projections are done in the dtype of x; from the convolution's result to the gate everything is float32. Names and
-formulas as in transformers 5.24, `qwen3_5_moe`; there conv1d.weight has a dim of size 1 in its middle.
+formulas as in transformers 5.24, `qwen3_5_moe`; there in_proj_qkv and conv1d are one tensor each, q | k | v, and
+conv1d.weight has a dim of size 1 in its middle. Here q, k and v are stated apart, so that each can be split: over a
+tensor axis a rank has some of the key heads, and the value heads that these serve.
 
 State of a request: S [V, dk, dv] and the last 3 inputs of the convolution as of `position`, and what the last call's
 tokens brought. The next call's `start` says how many of these were kept: they are read first, in one chunk. So a call
@@ -27,10 +29,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.calls import CachedCall, PackedCall
 from draftco_jax.models.delta_rule import CHUNK, DeltaInputs, delta_rule_chunked, delta_rule_packed
-from draftco_jax.models.layers import Initializer, Linear, parameter
+from draftco_jax.models.layers import Initializer, Linear, LinearGroup, parameter
 from draftco_jax.models.recurrent import Documents, ShortConvolution, documents, window_after
+from pallas_kernels.manual_axes import cast, varying_axes
 
 # Added to the squared length of keys and queries; not a config field of the published model.
 LENGTH_EPS = 1e-6
@@ -93,23 +97,28 @@ class GatedDeltaNet(nnx.Module):
         self.key_heads, self.value_heads = key_heads, value_heads
         self.key_dim, self.value_dim, self.chunk = key_dim, value_dim, chunk
         values = value_heads * value_dim
-        channels = 2 * key_heads * key_dim + values
-        self.in_proj_qkv = Linear((hidden_size, channels), ("embed", "mixer"), rngs=rngs)
-        self.in_proj_z = Linear((hidden_size, values), ("embed", "mixer"), rngs=rngs)
-        self.in_proj_b = Linear((hidden_size, value_heads), ("embed", "mixer_heads"), rngs=rngs)
-        self.in_proj_a = Linear((hidden_size, value_heads), ("embed", "mixer_heads"), rngs=rngs)
-        self.conv1d = ShortConvolution(channels, conv_width, rngs=rngs, bias=False, axis="mixer")
-        self.A_log = parameter(rngs, (value_heads,), ("mixer_heads",), _log_uniform)
-        self.dt_bias = parameter(rngs, (value_heads,), ("mixer_heads",), nnx.initializers.ones)
+        parts = {"q": key_heads * key_dim, "k": key_heads * key_dim, "v": values}
+        # A key head and the value heads that it serves stay together.
+        units = {"mixer": key_heads, "mixer_heads": key_heads}
+        linear = lambda out, axis: Linear((hidden_size, out), ("embed", axis), rngs=rngs, units=units)  # noqa: E731
+        self.in_proj_qkv = LinearGroup(hidden_size, parts, dict.fromkeys(parts, "mixer"), rngs=rngs, units=units)
+        self.in_proj_z = linear(values, "mixer")
+        self.in_proj_b = linear(value_heads, "mixer_heads")
+        self.in_proj_a = linear(value_heads, "mixer_heads")
+        self.conv1d = ShortConvolution(parts, conv_width, rngs=rngs, bias=False, axis="mixer", units=units)
+        self.A_log = parameter(rngs, (value_heads,), ("mixer_heads",), _log_uniform, units=units)
+        self.dt_bias = parameter(rngs, (value_heads,), ("mixer_heads",), nnx.initializers.ones, units=units)
         self.norm = GatedRMSNorm(value_dim, eps=eps, rngs=rngs)
-        self.out_proj = Linear((values, hidden_size), ("mixer", "embed"), rngs=rngs, init=out_init)
+        self.out_proj = Linear((values, hidden_size), ("mixer", "embed"), rngs=rngs, init=out_init, units=units)
 
     def __call__(self, x: Float[Array, "R T D"], call: PackedCall) -> Float[Array, "R T D"]:
         """Packed rows; padding gives zeros and takes no part."""
-        mixed = self.conv1d(self.in_proj_qkv(x), call.segment_ids, call.packed)
+        # Cast once: the gradients of x by all projections are then added before they are summed over a tensor axis.
+        x = cast(x, varying_axes(x, self.A_log[...]))
+        mixed = self.conv1d(self._qkv(x), call.segment_ids, call.packed)
         docs = documents(call.segment_ids, call.packed)
         answers = delta_rule_packed(self._brought(mixed, x), docs, call.packed, chunk=self.chunk)
-        return self._finish(answers, x)
+        return self._finish(answers, x, call.packed)
 
     def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: DTypeLike) -> GatedDeltaState:
         """State before anything was read; its size does not depend on `capacity`. The convolution's inputs in dtype."""
@@ -122,7 +131,7 @@ class GatedDeltaNet(nnx.Module):
             log_decay=zeros(*heads),
             beta=zeros(*heads),
         )
-        inputs = jnp.zeros((batch, self.conv1d.width - 1 + tokens, self.conv1d.weight.shape[0]), dtype)
+        inputs = jnp.zeros((batch, self.conv1d.width - 1 + tokens, self.conv1d.channels), dtype)
         memory = zeros(batch, self.value_heads, self.key_dim, self.value_dim)
         return GatedDeltaState(memory, jnp.zeros(batch, jnp.int32), inputs, pending)
 
@@ -136,7 +145,7 @@ class GatedDeltaNet(nnx.Module):
                 f"x={x.shape} must hold {room} tokens a request (lookahead + 1); give `lengths` to read a prompt"
             )
         memory, window = self._rolled_back(state, call.start - state.position)
-        mixed, inputs = self.conv1d.step(self.in_proj_qkv(x), window)
+        mixed, inputs = self.conv1d.step(self._qkv(x), window)
         brought = self._brought(mixed, x)
         answers, after = delta_rule_chunked(brought, _first(call.lengths, brought), memory, chunk=self.chunk)
         y = self._finish(answers, x)
@@ -154,10 +163,12 @@ class GatedDeltaNet(nnx.Module):
         memory = delta_rule_chunked(brought, _first(kept, brought), state.memory, chunk=self.chunk)[1]
         return memory, window_after(state.inputs, kept, self.conv1d.width)
 
+    def _qkv(self, x: Float[Array, "R T D"]) -> Float[Array, "R T C"]:
+        return jnp.concatenate(self.in_proj_qkv(x), axis=-1)
+
     def _brought(self, mixed: Float[Array, "R T C"], x: Float[Array, "R T D"]) -> DeltaInputs:
         """What each token brings to the rule, of the convolution's result and the layer's input."""
-        keys = self.key_heads * self.key_dim
-        q, k, v = jnp.split(jax.nn.silu(mixed.astype(jnp.float32)), (keys, 2 * keys), axis=-1)
+        q, k, v = self.conv1d.split(jax.nn.silu(mixed.astype(jnp.float32)))
         heads = lambda y, width: y.reshape(*y.shape[:2], -1, width)  # noqa: E731
         rate = -jnp.exp(self.A_log[...].astype(jnp.float32))[None, None]
         delay = self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None]
@@ -169,9 +180,11 @@ class GatedDeltaNet(nnx.Module):
             beta=jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32)),
         )
 
-    def _finish(self, answers: Float32[Array, "R T V dv"], x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+    def _finish(
+        self, answers: Float32[Array, "R T V dv"], x: Float[Array, "R T D"], packed: PackedRows = WHOLE_ROWS
+    ) -> Float[Array, "R T D"]:
         gated = self.norm(answers, self.in_proj_z(x).reshape(answers.shape))
-        return self.out_proj(gated.reshape(*x.shape[:2], -1).astype(x.dtype))
+        return self.out_proj(gated.reshape(*x.shape[:2], -1).astype(x.dtype), packed.tensor_axis)
 
 
 def _first(count: Array | None, brought: DeltaInputs) -> Documents:

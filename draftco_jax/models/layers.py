@@ -4,12 +4,16 @@ Letters: B batch, T tokens, S cache slots, D model width, N query heads, K key-v
 width of the MLP, V vocabulary.
 
 Every array is stated once, in the constructor of its module: shape, logical axes, initializer. Abstract trees,
-shardings and checkpoints derive from that statement (`nnx.eval_shape`, the `logical_axes` metadata).
+shardings and checkpoints derive from that statement (`nnx.eval_shape`, the `logical_axes` and `units` metadata).
+
+Over a tensor axis (`PackedRows.tensor_axis`) a module holds its rank's part of each array and reads how much that is
+off the arrays. Projections into heads or hidden widths are split by columns, which needs nothing; those back into the
+residual stream are split by rows, so that each rank has a part of a sum (`Linear`, `reduce`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -18,17 +22,40 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+from pallas_kernels.manual_axes import cast, varying_axes
 
 Initializer = Callable[..., Array]
 
 
 def parameter(
-    rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str], init: Initializer, dtype: jnp.dtype = jnp.float32
+    rngs: nnx.Rngs,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    init: Initializer,
+    dtype: jnp.dtype = jnp.float32,
+    *,
+    units: Mapping[str, int] | None = None,
 ) -> nnx.Param:
-    """State one array: shape, logical axes (one name per dim), initializer, dtype."""
+    """State one array: shape, logical axes (one name per dim), initializer, dtype.
+
+    `units`: of how many equal parts, none of which may be cut, a named dim consists (heads). Left out: of its entries.
+    """
     if len(shape) != len(axes):
         raise ValueError(f"{axes=} must name each dim of {shape=}")
-    return nnx.Param(init(rngs.params(), tuple(shape), dtype), logical_axes=tuple(axes))
+    stated = tuple(sorted((units or {}).items()))
+    return nnx.Param(init(rngs.params(), tuple(shape), dtype), logical_axes=tuple(axes), units=stated)
+
+
+def summed(y: Array, axis: str | None) -> Array:
+    """The sum over a tensor axis of what its ranks have a part of each; None: y is whole."""
+    if axis is None:
+        return y
+    if axis not in varying_axes(y):
+        raise ValueError(
+            f"axis={axis!r} must be one that the weights behind {y.shape} are split over; give them the shardings of "
+            "distributed.sharding"
+        )
+    return jax.lax.psum(y, axis)
 
 
 NormRule = Literal["cast_first", "cast_last", "offset"]
@@ -62,7 +89,11 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """y = x @ kernel (+ bias), kernel [in, out]."""
+    """y = x @ kernel (+ bias), kernel [in, out].
+
+    `reduce`: the axis that the kernel's rows, and the last dim of x, are split over: the products are summed over it,
+    and then the bias is added, once.
+    """
 
     def __init__(
         self,
@@ -72,15 +103,16 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         init: Initializer | None = None,
         bias: bool = False,
+        units: Mapping[str, int] | None = None,
     ) -> None:
-        self.kernel = parameter(rngs, shape, axes, init or nnx.initializers.normal(0.02))
+        self.kernel = parameter(rngs, shape, axes, init or nnx.initializers.normal(0.02), units=units)
         self.biased = bias
         if bias:
-            self.bias = parameter(rngs, shape[1:], axes[1:], nnx.initializers.zeros)
+            self.bias = parameter(rngs, shape[1:], axes[1:], nnx.initializers.zeros, units=units)
 
-    def __call__(self, x: Float[Array, "*b I"]) -> Float[Array, "*b O"]:
+    def __call__(self, x: Float[Array, "*b I"], reduce: str | None = None) -> Float[Array, "*b O"]:
         """Project the last dim in the dtype of x."""
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = summed(x @ self.kernel[...].astype(x.dtype), reduce)
         return y + jnp.expand_dims(self.bias[...].astype(x.dtype), range(x.ndim - 1)) if self.biased else y
 
 
@@ -100,28 +132,33 @@ class LinearGroup(nnx.Module):
         rngs: nnx.Rngs,
         in_axis: str = "embed",
         bias: bool = False,
+        units: Mapping[str, int] | None = None,
     ) -> None:
         self.widths = tuple(widths.values())
         self.names = tuple(widths)
         self.fused, self.biased = False, bias
         for name, out in widths.items():
-            setattr(self, name, Linear((width, out), (in_axis, axes[name]), rngs=rngs, bias=bias))
+            setattr(self, name, Linear((width, out), (in_axis, axes[name]), rngs=rngs, bias=bias, units=units))
 
     def fuse(self) -> None:
         """Replace the kernels by their concatenation along the output dim."""
         parts = [getattr(self, name) for name in self.names]
         for name in self.names:
             delattr(self, name)
-        kernels = jnp.concatenate([part.kernel[...] for part in parts], axis=1)
-        self.kernel = nnx.Param(kernels, logical_axes=("embed", "fused"))
+        kernels = jnp.concatenate([part.kernel[...] for part in parts], axis=-1)
+        self.kernel = nnx.Param(kernels, logical_axes=(*parts[0].kernel.logical_axes[:-1], "fused"), units=())
         if self.biased:
-            self.bias = nnx.Param(jnp.concatenate([part.bias[...] for part in parts]), logical_axes=("fused",))
+            biases = jnp.concatenate([part.bias[...] for part in parts], axis=-1)
+            self.bias = nnx.Param(biases, logical_axes=(*parts[0].bias.logical_axes[:-1], "fused"), units=())
         self.fused = True
 
     def __call__(self, x: Float[Array, "*b I"]) -> tuple[Array, ...]:
         """All projections, in the order of their names."""
         if not self.fused:
-            return tuple(getattr(self, name)(x) for name in self.names)
+            parts = [getattr(self, name) for name in self.names]
+            # Cast once: the gradients of x by all parts are then added before they are summed over a tensor axis.
+            x = cast(x, varying_axes(x, *(part.kernel[...] for part in parts)))
+            return tuple(part(x) for part in parts)
         y = x @ self.kernel[...].astype(x.dtype)
         if self.biased:
             y = y + jnp.expand_dims(self.bias[...].astype(x.dtype), range(x.ndim - 1))
@@ -140,9 +177,12 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*b D"], packed: PackedRows = WHOLE_ROWS) -> Float[Array, "*b D"]:
         """Two projections up, one down."""
-        del packed
+        return self.down_proj(self.hidden(x), packed.tensor_axis)
+
+    def hidden(self, x: Float[Array, "*b D"]) -> Float[Array, "*b F"]:
+        """What is projected down; of this rank's part of the hidden width."""
         gate, up = self.gate_up(x)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return jax.nn.silu(gate) * up
 
 
 def rotary_angles(

@@ -21,7 +21,9 @@ The clamp of dt is one field, used alike by packed rows, prompts and steps. (tra
 `time_step_min` and single tokens not at all, so that its two paths disagree.)
 
 From silu to the norm everything is float32, and so is S. Formulas: Dao and Gu 2024, "Transformers are SSMs";
-names and order of the projections as published with Nemotron-H.
+names and order of the projections as published with Nemotron-H, where in_proj (z | u | b | c | d) and conv1d are one
+tensor each. Here their parts (z, x, B, C, dt) are stated apart, so that each can be split: over a tensor axis a rank
+has some of the groups, and their heads.
 
 Letters: R rows or B requests of T tokens, D model width, H heads of P channels, I = H P, G groups, N state width,
 W convolution width, C = I + 2 G N its channels, Q tokens of a chunk, K = lookahead + 1 tokens of a call.
@@ -40,9 +42,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from draftco_jax.context_parallel import PackedRows
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.calls import CachedCall, PackedCall
-from draftco_jax.models.layers import Initializer, Linear, parameter
+from draftco_jax.models.layers import Initializer, Linear, LinearGroup, parameter
 from draftco_jax.models.recurrent import Documents, ShortConvolution, documents, window_after
 from pallas_kernels.manual_axes import cast, varying_axes
 
@@ -294,12 +296,12 @@ class GatedNorm(nnx.Module):
     """weight * g / sqrt(mean(g^2) + eps), g = y silu(z), the mean over each group of channels; float32, cast as z."""
 
     def __init__(self, width: int, groups: int, *, eps: float, rngs: nnx.Rngs) -> None:
-        self.groups, self.eps = groups, eps
-        self.weight = parameter(rngs, (width,), ("mamba_inner",), nnx.initializers.ones)
+        self.group_width, self.eps = width // groups, eps
+        self.weight = parameter(rngs, (width,), ("mixer",), nnx.initializers.ones, units={"mixer": groups})
 
     def __call__(self, y: Float32[Array, "B T I"], z: Float[Array, "B T I"]) -> Float[Array, "B T I"]:
         """Gate, then normalise."""
-        gated = (y * jax.nn.silu(z.astype(jnp.float32))).reshape(*y.shape[:2], self.groups, -1)
+        gated = (y * jax.nn.silu(z.astype(jnp.float32))).reshape(*y.shape[:2], -1, self.group_width)
         scale = lax.rsqrt(jnp.mean(gated * gated, axis=-1, keepdims=True) + self.eps)
         return self.weight[...].astype(z.dtype)[None, None, :] * (gated * scale).reshape(y.shape).astype(z.dtype)
 
@@ -309,14 +311,21 @@ class Mamba2(nnx.Module):
 
     def __init__(self, sizes: Mamba2Sizes, *, rngs: nnx.Rngs, out_init: Initializer | None = None) -> None:
         self.sizes = sizes
-        heads, wide = (sizes.heads,), sizes.inner + sizes.channels + sizes.heads
-        self.in_proj = Linear((sizes.hidden_size, wide), ("embed", "mamba_in"), rngs=rngs)
-        self.conv1d = ShortConvolution(sizes.channels, sizes.conv_width, rngs=rngs, bias=True, axis="mamba_conv")
-        self.A_log = parameter(rngs, heads, ("mamba_heads",), _log_rates)
-        self.D = parameter(rngs, heads, ("mamba_heads",), nnx.initializers.ones)
-        self.dt_bias = parameter(rngs, heads, ("mamba_heads",), _step_bias)
+        mixed = {"x": sizes.inner, "B": sizes.groups * sizes.state, "C": sizes.groups * sizes.state}
+        projected = {"z": sizes.inner} | mixed | {"dt": sizes.heads}
+        # A group and its heads stay together.
+        units = {"mixer": sizes.groups, "mixer_heads": sizes.groups}
+        axes = dict.fromkeys(projected, "mixer") | {"dt": "mixer_heads"}
+        by_head = lambda init: parameter(rngs, (sizes.heads,), ("mixer_heads",), init, units=units)  # noqa: E731
+        self.in_proj = LinearGroup(sizes.hidden_size, projected, axes, rngs=rngs, units=units)
+        self.conv1d = ShortConvolution(mixed, sizes.conv_width, rngs=rngs, bias=True, axis="mixer", units=units)
+        self.A_log = by_head(_log_rates)
+        self.D = by_head(nnx.initializers.ones)
+        self.dt_bias = by_head(_step_bias)
         self.norm = GatedNorm(sizes.inner, sizes.groups, eps=sizes.eps, rngs=rngs)
-        self.out_proj = Linear((sizes.inner, sizes.hidden_size), ("mamba_inner", "embed"), rngs=rngs, init=out_init)
+        self.out_proj = Linear(
+            (sizes.inner, sizes.hidden_size), ("mixer", "embed"), rngs=rngs, init=out_init, units=units
+        )
 
     def __call__(self, x: Float[Array, "R T D"], call: PackedCall) -> Float[Array, "R T D"]:
         """Packed rows, perhaps spread over devices."""
@@ -324,7 +333,7 @@ class Mamba2(nnx.Module):
         mixed = self.conv1d(xbc, call.segment_ids, call.packed)
         tokens = self._tokens(mixed, dt, documents(call.segment_ids, call.packed))
         y = ssd_packed(tokens, self._rates(), call.packed, chunk=self.sizes.chunk)
-        return self._output(y, tokens, z)
+        return self._output(y, tokens, z, call.packed)
 
     def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: Any) -> Mamba2State:
         """Nothing read. `capacity` takes no room here; `dtype` is that of the kept inputs, S is float32 in any case."""
@@ -368,28 +377,26 @@ class Mamba2(nnx.Module):
 
     def _project(self, x: Array) -> tuple[Array, Array, Float32[Array, "B T H"]]:
         """z [B, T, I], inputs of the convolution [B, T, C], dt."""
-        sizes = self.sizes
-        z, xbc, d = jnp.split(self.in_proj(x), [sizes.inner, sizes.inner + sizes.channels], axis=-1)
+        z, *mixed, d = self.in_proj(x)
         bias = self.dt_bias[...].astype(jnp.float32)[None, None, :]
-        low, high = sizes.time_step_limit
-        return z, xbc, jnp.clip(jax.nn.softplus(d.astype(jnp.float32) + bias), low, high)
+        low, high = self.sizes.time_step_limit
+        return z, jnp.concatenate(mixed, axis=-1), jnp.clip(jax.nn.softplus(d.astype(jnp.float32) + bias), low, high)
 
     def _tokens(self, mixed: Float[Array, "B T C"], dt: Float32[Array, "B T H"], where: Documents) -> Tokens:
         """What the recurrence reads, of the convolution's output."""
-        sizes = self.sizes
-        active = jax.nn.silu(mixed.astype(jnp.float32))
-        u, b, c = jnp.split(active, [sizes.inner, sizes.inner + sizes.groups * sizes.state], axis=-1)
-        split = lambda x, n: x.reshape(*x.shape[:2], n, -1)  # noqa: E731
-        return Tokens(
-            split(u, sizes.heads), dt, split(b, sizes.groups), split(c, sizes.groups), where.real, where.starts
-        )
+        u, b, c = self.conv1d.split(jax.nn.silu(mixed.astype(jnp.float32)))
+        split = lambda x, width: x.reshape(*x.shape[:2], -1, width)  # noqa: E731
+        b, c = (split(x, self.sizes.state) for x in (b, c))
+        return Tokens(split(u, self.sizes.head_dim), dt, b, c, where.real, where.starts)
 
     def _rates(self) -> Float32[Array, " H"]:
         return -jnp.exp(self.A_log[...].astype(jnp.float32))
 
-    def _output(self, y: Float32[Array, "B T H P"], tokens: Tokens, z: Array) -> Float[Array, "B T D"]:
+    def _output(
+        self, y: Float32[Array, "B T H P"], tokens: Tokens, z: Array, packed: PackedRows = WHOLE_ROWS
+    ) -> Float[Array, "B T D"]:
         y = y + self.D[...].astype(jnp.float32)[None, None, :, None] * tokens.u
-        return self.out_proj(self.norm(y.reshape(z.shape), z))
+        return self.out_proj(self.norm(y.reshape(z.shape), z), packed.tensor_axis)
 
 
 def _one_document(shape: tuple[int, ...], lengths: Int[Array, " B"] | None) -> Documents:

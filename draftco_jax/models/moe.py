@@ -10,6 +10,9 @@ over rows that lie expert by expert (`models/grouped_matmul.py`). A row's result
 
 Matmuls take the dtype of x and accumulate in float32; activations and the weighted sum are float32.
 
+Over devices (`PackedRows`) the experts are split over the expert axes, and the hidden width of each, and of the shared
+one, over the tensor axis unless experts are: each rank then has a part of y, and one sum over that axis makes it whole.
+
 Letters: n tokens, M = n * k assignments, E experts, D model width, I expert width, W = 2I (gated) or I, b batch dims.
 """
 
@@ -26,7 +29,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.grouped_matmul import GroupedMatmul, grouped_matmul
-from draftco_jax.models.layers import GatedMLP, Initializer, Linear, parameter
+from draftco_jax.models.layers import GatedMLP, Initializer, Linear, parameter, summed
 from draftco_jax.models.moe_routing import Router, RouterConfig, Routing
 from pallas_kernels.manual_axes import cast, varying_axes
 
@@ -80,29 +83,35 @@ class SquaredReluMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*b D"], packed: PackedRows = WHOLE_ROWS) -> Float[Array, "*b D"]:
         """One projection up, one down."""
-        del packed
-        return self.down_proj(jnp.square(jax.nn.relu(self.up_proj(x))))
+        return self.down_proj(self.hidden(x), packed.tensor_axis)
+
+    def hidden(self, x: Float[Array, "*b D"]) -> Float[Array, "*b F"]:
+        """What is projected down; of this rank's part of the hidden width."""
+        return jnp.square(jax.nn.relu(self.up_proj(x)))
 
 
 class Experts(nnx.Module):
     """The weights of all experts, or under expert parallelism of this rank's, stacked along the first dim.
 
-    `gate_up_proj` [E, D, 2I] (`up_proj` [E, D, I] for relu2) and `down_proj` [E, I, D]: [in, out] as everywhere here.
-    GPT-OSS files hold this layout, others its transpose.
+    `up_proj` [E, D, I] and `down_proj` [E, I, D], swiglu also `gate_proj` [E, D, I]: [in, out] as everywhere here. For
+    clamped_swiglu `gate_up_proj` [E, D, 2I], gate and up in turn, as GPT-OSS files hold it.
     """
 
     def __init__(self, cfg: MoEConfig, *, rngs: nnx.Rngs, down_init: Initializer | None = None) -> None:
         self.cfg = cfg
         experts, width, hidden = cfg.router.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
         normal, zeros = nnx.initializers.normal(0.02), nnx.initializers.zeros
-        if cfg.expert == "relu2":
-            self.up_proj = parameter(rngs, (experts, width, hidden), ("expert", "embed", "mlp"), normal)
-        else:
-            self.gate_up_proj = parameter(rngs, (experts, width, 2 * hidden), ("expert", "embed", "mlp"), normal)
-        self.down_proj = parameter(rngs, (experts, hidden, width), ("expert", "mlp", "embed"), down_init or normal)
+        up, pairs = ((experts, width, hidden), ("expert", "embed", "mlp"), normal), {"mlp_pairs": hidden}
         if cfg.expert == "clamped_swiglu":
-            self.gate_up_proj_bias = parameter(rngs, (experts, 2 * hidden), ("expert", "mlp"), zeros)
+            shape, axes = (experts, width, 2 * hidden), ("expert", "embed", "mlp_pairs")
+            self.gate_up_proj = parameter(rngs, shape, axes, normal, units=pairs)
+            self.gate_up_proj_bias = parameter(rngs, (experts, 2 * hidden), ("expert", "mlp_pairs"), zeros, units=pairs)
             self.down_proj_bias = parameter(rngs, (experts, width), ("expert", "embed"), zeros)
+        else:
+            self.up_proj = parameter(rngs, *up)
+        if cfg.expert == "swiglu":
+            self.gate_proj = parameter(rngs, *up)
+        self.down_proj = parameter(rngs, (experts, hidden, width), ("expert", "mlp", "embed"), down_init or normal)
 
     @property
     def count(self) -> int:
@@ -110,36 +119,41 @@ class Experts(nnx.Module):
         return self.down_proj[...].shape[0]
 
     def __call__(
-        self, rows: Float[Array, "M D"], sizes: Int32[Array, " E"], ids: Int32[Array, " M"]
+        self,
+        rows: Float[Array, "M D"],
+        sizes: Int32[Array, " E"],
+        ids: Int32[Array, " M"],
+        hidden_axis: str | None = None,
     ) -> Float32[Array, "M D"]:
         """Rows that lie expert by expert, `sizes` of each; `ids` are their experts, ascending.
 
-        Rows after the last group, whose ids are not below E, give values without meaning.
+        Rows after the last group, whose ids are not below E, give values without meaning. `hidden_axis`: the axis that
+        I is split over; what comes back is then a part of a sum over it.
         """
-        up = self.up_proj if self.cfg.expert == "relu2" else self.gate_up_proj
-        hidden = grouped_matmul(rows, up[...], sizes, self.cfg.grouped_matmul)
-        if self.cfg.expert == "clamped_swiglu":
-            hidden = hidden + rows_of(self.gate_up_proj_bias[...], ids)
-        hidden = activate(hidden, self.cfg).astype(rows.dtype)
+        hidden = self._hidden(rows, sizes, ids).astype(rows.dtype)
         out = grouped_matmul(hidden, self.down_proj[...], sizes, self.cfg.grouped_matmul)
-        return out + rows_of(self.down_proj_bias[...], ids) if self.cfg.expert == "clamped_swiglu" else out
+        if self.cfg.expert != "clamped_swiglu":
+            return out
+        bias = self.down_proj_bias[...]
+        if hidden_axis is not None:  # added once, not by every rank
+            bias = jnp.where(jax.lax.axis_index(hidden_axis) == 0, bias, jnp.zeros_like(bias))
+        return out + rows_of(bias, ids)
+
+    def _hidden(self, rows: Array, sizes: Array, ids: Array) -> Float32[Array, "M I"]:
+        """What is projected down."""
+        by = lambda kernel: grouped_matmul(rows, kernel[...], sizes, self.cfg.grouped_matmul)  # noqa: E731
+        if self.cfg.expert == "relu2":
+            return jnp.square(jax.nn.relu(by(self.up_proj)))
+        if self.cfg.expert == "swiglu":
+            return jax.nn.silu(by(self.gate_proj)) * by(self.up_proj)
+        hidden, limit = by(self.gate_up_proj) + rows_of(self.gate_up_proj_bias[...], ids), self.cfg.swiglu_limit
+        gate, up = jnp.minimum(hidden[:, 0::2], limit), jnp.clip(hidden[:, 1::2], -limit, limit)
+        return gate * jax.nn.sigmoid(self.cfg.swiglu_alpha * gate) * (up + 1.0)
 
 
 def rows_of(bias: Float[Array, "E O"], ids: Int32[Array, " M"]) -> Float32[Array, "M O"]:
     """Each row's bias; 0 for an id that is not below E."""
     return bias.astype(jnp.float32).at[ids].get(mode="fill", fill_value=0)
-
-
-def activate(hidden: Float32[Array, "M W"], cfg: MoEConfig) -> Float32[Array, "M I"]:
-    """The nonlinearity between the two matmuls."""
-    if cfg.expert == "relu2":
-        return jnp.square(jax.nn.relu(hidden))
-    if cfg.expert == "swiglu":
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        return jax.nn.silu(gate) * up
-    gate = jnp.minimum(hidden[:, 0::2], cfg.swiglu_limit)
-    up = jnp.clip(hidden[:, 1::2], -cfg.swiglu_limit, cfg.swiglu_limit)
-    return gate * jax.nn.sigmoid(cfg.swiglu_alpha * gate) * (up + 1.0)
 
 
 def mix(
@@ -148,9 +162,12 @@ def mix(
     ids: Int32[Array, "n k"],
     weights: Float32[Array, "n k"],
     first: Int32[Array, ""] | int = 0,
+    hidden_axis: str | None = None,
 ) -> Float32[Array, "n D"]:
     """Sum over a token's experts of weight * expert(x), for the experts first, first + 1, ... that are held here."""
     tokens, k = ids.shape
+    # Cast before there are k rows of each token, so that its gradient is summed over a tensor axis once.
+    x = cast(x, varying_axes(x, ids, experts.down_proj[...]))
     local = ids.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < experts.count), local, experts.count)  # those held elsewhere come last
     # Cast: inside shard_map a sort gives each result the type of its own operand.
@@ -162,29 +179,35 @@ def mix(
     # By way of float32, so that the gradient of a token adds up those of its k rows in float32.
     rows = x.astype(jnp.float32).at[order // k].get(mode="promise_in_bounds").astype(x.dtype)
     # Both sides of the matmuls: what they make of rows outside all groups is not defined, and nor is its gradient.
-    out = experts(jnp.where(here, rows, jnp.zeros_like(rows)), sizes, local)
+    out = experts(jnp.where(here, rows, jnp.zeros_like(rows)), sizes, local, hidden_axis)
     out = jnp.where(here, out, 0.0).at[inverse].get(mode="promise_in_bounds", unique_indices=True)
     return jnp.sum(weights[..., None] * out.reshape(tokens, k, -1), axis=1)
 
 
-def mix_over_axis(
-    experts: Experts, x: Float[Array, "n D"], routing: Routing, axis: str, total: int
+def mix_over_axes(
+    experts: Experts, x: Float[Array, "n D"], routing: Routing, packed: PackedRows, total: int
 ) -> Float32[Array, "n D"]:
-    """`mix` inside shard_map, where each rank of `axis` holds its tokens and total / ranks consecutive experts.
+    """`mix` inside shard_map, where each rank of the expert axes holds total / ranks consecutive experts.
 
-    All tokens of the axis go to every rank, each rank adds its experts' part for all of them, and the parts are summed
-    and split again. Exact whatever the load. It moves n * ranks rows in and out of each rank, and sorts all their
-    assignments there, however few are for its experts.
+    Over axes where tokens differ, all go to every rank, each rank adds its experts' part for all of them, and the parts
+    are summed and split again. Exact whatever the load. It moves n * ranks rows in and out of each rank, and sorts all
+    their assignments there, however few are for its experts. On a tensor axis tokens are the same, so that nothing is
+    moved: what comes back is a part of a sum over that axis.
     """
-    if experts.count * jax.lax.axis_size(axis) != total:
+    axes = packed.expert_axes
+    if experts.count * jax.lax.axis_size(axes) != total:
         raise ValueError(
-            f"experts.count={experts.count} must be num_experts={total} / {jax.lax.axis_size(axis)} ranks of "
-            f"{axis!r}; split the expert dim of the weights over that axis"
+            f"experts.count={experts.count} must be num_experts={total} / {jax.lax.axis_size(axes)} ranks of "
+            f"{'|'.join(axes)!r}; split the expert dim of the weights over that axis"
         )
-    gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True)
-    first = jax.lax.axis_index(axis) * experts.count
-    parts = mix(experts, gather(x), gather(routing.ids), gather(routing.weights), first)
-    return jax.lax.psum_scatter(parts, axis, scatter_dimension=0, tiled=True)
+    first = jax.lax.axis_index(axes) * experts.count
+    apart = tuple(axis for axis in axes if axis != packed.tensor_axis)
+    hidden_axis = None if packed.tensor_axis in axes else packed.tensor_axis
+    if not apart:
+        return mix(experts, x, routing.ids, routing.weights, first, hidden_axis)
+    gather = partial(jax.lax.all_gather, axis_name=apart, tiled=True)
+    parts = mix(experts, gather(x), gather(routing.ids), gather(routing.weights), first, hidden_axis)
+    return jax.lax.psum_scatter(parts, apart, scatter_dimension=0, tiled=True)
 
 
 class MoE(nnx.Module):
@@ -208,23 +231,24 @@ class MoE(nnx.Module):
         """Output in the dtype of x, and where the tokens went.
 
         `routing`: replay; its ids are used (but for tokens with an id of -1), the weights are the present router's.
-        `packed.expert_axis`: the axis, inside shard_map, over which experts and tokens are split.
+        `packed` says over which axes, inside shard_map, experts and hidden widths are split.
         """
         flat = x.reshape(-1, x.shape[-1])
         recorded = None if routing is None else routing.ids.reshape(-1, self.cfg.router.num_experts_per_tok)
         chosen = self.gate(flat, recorded)
-        if packed.expert_axis is None:
-            y = mix(self.experts, flat, chosen.ids, chosen.weights)
+        if packed.expert_axes:
+            y = mix_over_axes(self.experts, flat, chosen, packed, self.cfg.router.num_experts)
         else:
-            y = mix_over_axis(self.experts, flat, chosen, packed.expert_axis, self.cfg.router.num_experts)
+            y = mix(self.experts, flat, chosen.ids, chosen.weights, hidden_axis=packed.tensor_axis)
         if self.cfg.shared_expert_intermediate_size:
             y = y + self.shared(flat)
+        y = summed(y, packed.tensor_axis)
         chosen = Routing(*(part.reshape(*x.shape[:-1], -1) for part in chosen))
         return y.astype(x.dtype).reshape(x.shape), chosen
 
     def shared(self, x: Float[Array, "n D"]) -> Float32[Array, "n D"]:
-        """The shared expert, gated or not."""
-        y = self.shared_expert(x).astype(jnp.float32)
+        """The shared expert, gated or not; over a tensor axis this rank's part of the sum."""
+        y = self.shared_expert.down_proj(self.shared_expert.hidden(x)).astype(jnp.float32)
         if self.cfg.shared_expert_gate:
             y = jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32)) * y
         return y

@@ -13,7 +13,7 @@ Letters: R packed rows of T tokens, of which a device holds p pieces of w; B req
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -136,30 +136,65 @@ def states_before_pieces(maps: Tree, empty: State, apply: Callable[[Tree, State]
 # ---- the short convolution ----
 
 
-class ShortConvolution(nnx.Module):
-    """Parameters of a depthwise causal convolution: weight [C, W] (the newest token under the last tap), bias [C]."""
+class Taps(nnx.Module):
+    """Parameters of some channels: weight [C, W] (the newest token under the last tap), bias [C] or None."""
 
-    def __init__(self, channels: int, width: int, *, rngs: nnx.Rngs, bias: bool, axis: str) -> None:
+    def __init__(
+        self, channels: int, width: int, *, rngs: nnx.Rngs, bias: bool, axis: str, units: Mapping[str, int] | None
+    ) -> None:
+        self.weight = parameter(rngs, (channels, width), (axis, "taps"), _uniform(width**-0.5), units=units)
+        self.bias = parameter(rngs, (channels,), (axis,), nnx.initializers.zeros, units=units) if bias else None
+
+
+class ShortConvolution(nnx.Module):
+    """A depthwise causal convolution over parts of channels (queries, keys, values), which lie one after the other.
+
+    The parts are stated apart, under their own names: over a tensor axis a rank has some channels of each.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        width: int,
+        *,
+        rngs: nnx.Rngs,
+        bias: bool,
+        axis: str,
+        units: Mapping[str, int] | None = None,
+    ) -> None:
         if width < 1:
             raise ValueError(f"width={width} must be >= 1; 1 looks at no earlier token")
-        self.width = width
-        self.weight = parameter(rngs, (channels, width), (axis, "taps"), _uniform(width**-0.5))
-        self.bias = parameter(rngs, (channels,), (axis,), nnx.initializers.zeros) if bias else None
+        self.width, self.names = width, tuple(parts)
+        for name, channels in parts.items():
+            setattr(self, name, Taps(channels, width, rngs=rngs, bias=bias, axis=axis, units=units))
+
+    @property
+    def channels(self) -> int:
+        """Channels of all parts held here."""
+        return sum(getattr(self, name).weight.shape[0] for name in self.names)
+
+    def split(self, x: Float[Array, "*b C"]) -> list[Array]:
+        """The channels of each part."""
+        widths = [getattr(self, name).weight.shape[0] for name in self.names]
+        return jnp.split(x, [sum(widths[: i + 1]) for i in range(len(widths) - 1)], axis=-1)
 
     def __call__(
         self, x: Float[Array, "R T C"], segment_ids: Int32[Array, "R T"], packed: PackedRows
     ) -> Float[Array, "R T C"]:
         """Packed rows: taps of another document count 0, and so do all taps of padding."""
-        return convolve_packed(x, self.weight[...], self._bias(), segment_ids, packed)
+        return convolve_packed(x, *self._whole(), segment_ids, packed)
 
     def step(
         self, x: Float[Array, "B T C"], window: Float[Array, "B P C"]
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B S C"]]:
         """T tokens after the P = W - 1 inputs before them; also all S = P + T inputs, for `window_after`."""
-        return convolve_after(x, window, self.weight[...], self._bias())
+        return convolve_after(x, window, *self._whole())
 
-    def _bias(self) -> Array | None:
-        return None if self.bias is None else self.bias[...]
+    def _whole(self) -> tuple[Array, Array | None]:
+        """Weight and bias of all parts."""
+        parts = [getattr(self, name) for name in self.names]
+        biases = [part.bias[...] for part in parts if part.bias is not None]
+        return jnp.concatenate([part.weight[...] for part in parts]), jnp.concatenate(biases) if biases else None
 
 
 def convolve_packed(

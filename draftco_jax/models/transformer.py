@@ -26,6 +26,7 @@ from draftco_jax.models.layer_walk import BlockCall, Walked, Way, in_loops, one_
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, NormRule, RMSNorm, parameter
 from draftco_jax.models.moe_routing import RoutingSums, routing_sums
 from draftco_jax.models.rotary import Rotary
+from draftco_jax.models.vocabulary import logits, lookup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,17 +183,17 @@ class Decoder(nnx.Module):
             self.lm_head = Linear((cfg.hidden_size, cfg.vocab_size), ("embed", "vocab"), rngs=rngs)
         compute.cast_parameters(self)
 
-    def embed(self, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+    def embed(self, tokens: Int[Array, "*b"], packed: PackedRows = WHOLE_ROWS) -> Float[Array, "*b D"]:
         """Rows of the embedding table; every id is below the vocabulary size."""
-        return self.embed_tokens[...].at[tokens].get(mode="promise_in_bounds").astype(self.compute.dtype)
+        return lookup(self.embed_tokens[...], tokens, packed.tensor_axis).astype(self.compute.dtype)
 
     def head_kernel(self) -> Float[Array, "D V"]:
-        """The output projection, tied or not."""
+        """The output projection, tied or not; over a tensor axis this rank's columns."""
         return self.embed_tokens[...].T if self.cfg.tie_word_embeddings else self.lm_head.kernel[...]
 
-    def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+    def logits(self, hidden: Float[Array, "*b D"], packed: PackedRows = WHOLE_ROWS) -> Float[Array, "*b V"]:
         """Logits of normed hidden states, accumulated in float32."""
-        return jnp.matmul(hidden, self.head_kernel().astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return logits(hidden, self.head_kernel(), packed.tensor_axis)
 
     def __call__(
         self,
@@ -217,7 +218,7 @@ class Decoder(nnx.Module):
             x, routing = module(x, call, chosen)
             return x, state, None if routing is None else (routing.ids, routing_sums(routing, counted))
 
-        x = self.embed(tokens)
+        x = self.embed(tokens, packed)
         x, taps, _, found = self._through(block, x, None, experts, tap_layers)
         routing = None if found is None else PolicyRouting(jnp.moveaxis(found[0], 0, 2), found[1])
         return PolicyOutput(self.norm(x), taps, routing)

@@ -22,7 +22,7 @@ from draftco_jax.types import PackedBatch
 def cross_entropy(params: Params, batch: PackedBatch, graph: ModelGraph, chunk_tokens: int) -> Float32[Array, ""]:
     """- sum(label_mask * log pi(x)) / sum(label_mask), nats per label token."""
     policy = graph.merge(params)
-    hidden, _ = policy(batch.tokens, batch.positions, batch.segment_ids)
+    hidden = policy(batch.tokens, batch.positions, batch.segment_ids).hidden
     labels, mask = look_ahead(batch.tokens, 1), label_mask_ahead(batch, WHOLE_ROWS)
     logprobs, _ = label_logprobs(policy, hidden, labels, SamplingConfig(), chunk_tokens)
     return -masked_mean(logprobs, mask, count=jnp.sum(mask))

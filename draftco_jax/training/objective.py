@@ -137,7 +137,7 @@ def objective(
     policy: Decoder = spec.policy_graph.merge(params["policy"])
     output = policy(batch.tokens, batch.positions, batch.segment_ids, tap_layers=spec.tap_layers, packed=packed)
     loss, metrics = _policy_objective(policy, output.hidden, batch, counts, reference, spec)
-    target = Target.of(policy, output, spec.draft_dtype)
+    target = Target.of(policy, output, spec.draft_dtype, packed)
 
     def draft_terms(draft_params: Params) -> tuple[Array, DraftReport]:
         assert spec.draft_graph is not None and spec.draft_cfg is not None
@@ -158,7 +158,12 @@ def objective(
 
 
 def label_logprobs(
-    policy: Decoder, hidden: Float[Array, "R T D"], labels: Int[Array, "R T"], sampling: SamplingConfig, chunk: int
+    policy: Decoder,
+    hidden: Float[Array, "R T D"],
+    labels: Int[Array, "R T"],
+    sampling: SamplingConfig,
+    chunk: int,
+    packed: PackedRows = WHOLE_ROWS,
 ) -> tuple[Float32[Array, "R T"], Float32[Array, "R T"]]:
     """Log-prob of each label by the state at its index, and entropy of the law it was drawn from.
 
@@ -167,7 +172,7 @@ def label_logprobs(
     """
 
     def terms(states: Array, labels: Array) -> tuple[Array, Array]:
-        logits = policy.logits(states)
+        logits = policy.logits(states, packed)
         return token_logprobs(logits, labels, sampling), jax.lax.stop_gradient(entropy(logits, sampling))
 
     return map_tokens(terms, (hidden, labels), chunk_tokens=chunk)
@@ -181,7 +186,7 @@ def _policy_objective(
     of_labels = (batch.tokens, batch.label_logprobs, batch.label_advantages)
     labels, generator_logprobs, advantages = (packed.ahead(x, 1) for x in of_labels)
     mask = label_mask_ahead(batch, packed)
-    logprobs, entropies = label_logprobs(policy, hidden, labels, spec.sampling, spec.chunk_tokens)
+    logprobs, entropies = label_logprobs(policy, hidden, labels, spec.sampling, spec.chunk_tokens, packed)
     loss, aux = clipped_surrogate(
         logprobs,
         generator_logprobs,
@@ -207,7 +212,7 @@ def _policy_objective(
     if reference is not None:
         initial: Decoder = spec.policy_graph.merge(jax.lax.stop_gradient(reference))
         states = initial(batch.tokens, batch.positions, batch.segment_ids, packed=packed).hidden
-        initial_logprobs, _ = label_logprobs(initial, states, labels, spec.sampling, spec.chunk_tokens)
+        initial_logprobs, _ = label_logprobs(initial, states, labels, spec.sampling, spec.chunk_tokens, packed)
         penalty = packed.total(masked_mean(kl_k3(logprobs, initial_logprobs), mask, count=count))
         loss = loss + algorithm.kl_coefficient * penalty
         metrics["policy/kl_reference"] = penalty

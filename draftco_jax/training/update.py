@@ -15,8 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from draftco_jax.context_parallel import PackedRows, check_documents
+from draftco_jax.distributed.axes import MeshAxis
+from draftco_jax.distributed.sharding import TRAIN, Axes, partition_specs, shardings, with_axes
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import family_of
+from draftco_jax.models.functional import ModelGraph
 from draftco_jax.training.objective import ObjectiveSpec, global_counts, objective
 from draftco_jax.training.optimizer import apply_gradients
 from draftco_jax.types import PackedBatch
@@ -55,11 +58,12 @@ UpdateFn = Callable[..., tuple[TrainState, dict[str, Array]]]
 def make_update(spec: ObjectiveSpec, optimizers: Optimizers, mesh: Mesh | None = None) -> UpdateFn:
     """Compile ``update(state, batch, draft_loss_weight, reference, frozen_draft) -> (state, metrics)``.
 
-    With a mesh the batch is spread over it as `spec.packed` says, tokens in the order of its layout (`place_batch`);
-    parameters and optimizer state are whole on every device.
+    With a mesh the batch is spread over it as `spec.packed` says, tokens in the order of its layout (`place_batch`),
+    and so are the policy's parameters (`place_policy`), whose optimizer state follows them. A draft is whole on every
+    device.
     """
-    if mesh is None and spec.packed.axes:
-        raise ValueError(f"mesh=None must be the mesh with axes {spec.packed.axes} of spec.packed; pass it")
+    if mesh is None and spec.packed.mesh_axes:
+        raise ValueError(f"mesh=None must be the mesh with axes {spec.packed.mesh_axes} of spec.packed; pass it")
     if mesh is not None:
         check_mesh(spec.packed, mesh)
     return jax.jit(partial(update, spec=spec, optimizers=optimizers, mesh=mesh))
@@ -67,11 +71,11 @@ def make_update(spec: ObjectiveSpec, optimizers: Optimizers, mesh: Mesh | None =
 
 def check_mesh(packed: PackedRows, mesh: Mesh) -> None:
     """Refuse a mesh that lacks an axis, or whose context axis has another size than the layout's ranks."""
-    missing = [axis for axis in packed.axes if axis not in mesh.shape]
-    if missing or not packed.axes:
+    missing = [axis for axis in packed.mesh_axes if axis not in mesh.shape]
+    if missing or not packed.mesh_axes:
         raise ValueError(
-            f"axes={packed.axes} of packed must name at least one axis of the mesh {dict(mesh.shape)}, and no other; "
-            "set row_axes and context_axis, or pass mesh=None for one device"
+            f"axes={packed.mesh_axes} of packed must name at least one axis of the mesh {dict(mesh.shape)}, and no "
+            "other; set row_axes and context_axis, or pass mesh=None for one device"
         )
     if packed.context_axis is not None and (size := mesh.shape[packed.context_axis]) != packed.ranks:
         raise ValueError(f"ranks={packed.ranks} must be {size}, the size of axis {packed.context_axis!r}; set it so")
@@ -106,6 +110,22 @@ def place_batch(batch: PackedBatch, packed: PackedRows, mesh: Mesh, *, draft_cfg
     order = packed.row_layout(batch.tokens.shape[1]).order()
     sharding = NamedSharding(mesh, batch_spec(packed))
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, order], sharding), batch)
+
+
+def policy_specs(graph: ModelGraph, policy: Params, packed: PackedRows, mesh: Mesh) -> Params:
+    """A `PartitionSpec` for each parameter of the policy: the train table, with the axes that `packed` names."""
+    changed: dict[str, Axes] = {
+        MeshAxis.TENSOR: packed.tensor_axis,
+        MeshAxis.EXPERT: packed.expert_axes or None,
+        MeshAxis.STAGE: None,  # no stage of its own yet: every device has all layers
+    }
+    return partition_specs(graph.merge(policy), with_axes(TRAIN, changed), mesh.shape)
+
+
+def place_policy(policy: Params, graph: ModelGraph, packed: PackedRows, mesh: Mesh) -> Params:
+    """The policy's parameters, or a reference's, spread over the mesh."""
+    check_mesh(packed, mesh)
+    return jax.device_put(policy, shardings(policy_specs(graph, policy, packed, mesh), mesh))
 
 
 def batch_spec(packed: PackedRows) -> PartitionSpec:
@@ -144,8 +164,9 @@ def update(
 def joint_loss(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Array, dict[str, Array]]]:
     """The objective with its own counts, ``(params, batch, draft_loss_weight, reference, frozen_draft, key)``.
 
-    On a mesh it is one shard_map over the axes that the batch is spread over. Parameters go in whole and are typed as
-    varying inside (`objective`), so that their gradients are summed over devices once, at the end.
+    On a mesh it is one shard_map over the axes that batch and parameters are spread over. Each device gets its piece of
+    the policy, and the whole draft. Inside they are typed as varying over the axes of the batch (`objective`), so that
+    their gradients are summed over these once, at the end; gradients come out spread as the parameters are.
     """
 
     def loss(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Array, dict[str, Array]]:
@@ -155,12 +176,20 @@ def joint_loss(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Ar
 
     if mesh is None:
         return loss
-    whole, specs = PartitionSpec(), batch_spec(spec.packed)
-    return jax.shard_map(
-        loss,
-        mesh=mesh,
-        in_specs=(whole, specs, whole, whole, whole, whole),
-        out_specs=whole,
-        axis_names=set(spec.packed.axes),
-        check_vma=True,
-    )
+
+    def spread(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Array, dict[str, Array]]:
+        whole = PartitionSpec()
+        policy = policy_specs(spec.policy_graph, params["policy"], spec.packed, mesh)
+        models = {name: policy if name == "policy" else whole for name in params}
+        reference = whole if rest[0] is None else policy
+        run = jax.shard_map(
+            loss,
+            mesh=mesh,
+            in_specs=(models, batch_spec(spec.packed), whole, reference, whole, whole),
+            out_specs=whole,
+            axis_names=set(spec.packed.mesh_axes),
+            check_vma=True,
+        )
+        return run(params, batch, weight, *rest)
+
+    return spread

@@ -89,11 +89,15 @@ def test_it_is_a_mixer_and_its_arrays_have_the_published_names(graph, params):
     shapes = {"/".join(map(str, path)): leaf[...].shape for path, leaf in nnx.to_flat_state(nnx.state(module))}
     assert shapes == {
         "A_log": (4,),
-        "conv1d/weight": (40, 4),
+        "conv1d/k/weight": (8, 4),
+        "conv1d/q/weight": (8, 4),
+        "conv1d/v/weight": (24, 4),
         "dt_bias": (4,),
         "in_proj_a/kernel": (WIDTH, 4),
         "in_proj_b/kernel": (WIDTH, 4),
-        "in_proj_qkv/kernel": (WIDTH, 40),
+        "in_proj_qkv/k/kernel": (WIDTH, 8),
+        "in_proj_qkv/q/kernel": (WIDTH, 8),
+        "in_proj_qkv/v/kernel": (WIDTH, 24),
         "in_proj_z/kernel": (WIDTH, 24),
         "norm/weight": (6,),
         "out_proj/kernel": (24, WIDTH),
@@ -104,8 +108,10 @@ def by_the_formula(params, x):
     """The whole layer on one document [T, D], in float64 numpy, head by head and token by token."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     silu = lambda y: y / (1 + np.exp(-y))  # noqa: E731
-    before = np.pad(x @ p["in_proj_qkv"]["kernel"], ((3, 0), (0, 0)))
-    taps = [before[i : i + len(x)] * p["conv1d"]["weight"][:, i] for i in range(4)]
+    kernel = np.concatenate([p["in_proj_qkv"][part]["kernel"] for part in "qkv"], axis=1)
+    weight = np.concatenate([p["conv1d"][part]["weight"] for part in "qkv"])
+    before = np.pad(x @ kernel, ((3, 0), (0, 0)))
+    taps = [before[i : i + len(x)] * weight[:, i] for i in range(4)]
     q, k, v = np.split(silu(sum(taps)), [8, 16], axis=-1)
     beta = 1 / (1 + np.exp(-x @ p["in_proj_b"]["kernel"]))
     g = -np.exp(p["A_log"]) * np.log1p(np.exp(x @ p["in_proj_a"]["kernel"] + p["dt_bias"]))

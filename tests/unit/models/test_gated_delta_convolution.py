@@ -66,13 +66,24 @@ def test_cached_tokens_continue_from_what_was_kept():
 
 
 def test_module_states_its_arrays_and_refuses_another_window():
-    module = ShortConvolution(3, 4, rngs=nnx.Rngs(0), bias=True, axis="channels")
-    assert module.weight.shape == (3, 4)
-    assert module.bias is not None and module.bias.shape == (3,)
-    weights = np.asarray(module.weight[...])
-    assert -0.5 <= weights.min() < 0 < weights.max() <= 0.5
-    assert ShortConvolution(3, 4, rngs=nnx.Rngs(0), bias=False, axis="channels").bias is None
+    module = ShortConvolution({"b": 3, "a": 2}, 4, rngs=nnx.Rngs(0), bias=True, axis="channels")
+    assert module.channels == 5
+    for part, channels in ((module.b, 3), (module.a, 2)):
+        assert part.weight.shape == (channels, 4) and part.bias.shape == (channels,)
+        weights = np.asarray(part.weight[...])
+        assert -0.5 <= weights.min() < 0 < weights.max() <= 0.5
+    assert ShortConvolution({"a": 3}, 4, rngs=nnx.Rngs(0), bias=False, axis="channels").a.bias is None
     with pytest.raises(ValueError, match="must hold 3 inputs"):
-        module.step(jnp.zeros((1, 2, 3)), jnp.zeros((1, 2, 3)))
+        module.step(jnp.zeros((1, 2, 5)), jnp.zeros((1, 2, 5)))
     with pytest.raises(ValueError, match="width=0 must be >= 1"):
-        ShortConvolution(3, 0, rngs=nnx.Rngs(0), bias=False, axis="channels")
+        ShortConvolution({"a": 3}, 0, rngs=nnx.Rngs(0), bias=False, axis="channels")
+
+
+def test_parts_are_convolved_and_split_in_the_order_they_are_stated():
+    module = ShortConvolution({"b": 2, "a": 3}, 4, rngs=nnx.Rngs(1), bias=True, axis="channels")
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 6, 5)), jnp.float32)
+    together, _ = module.step(x, jnp.zeros((1, 3, 5)))
+    found = module.split(together)
+    for part, columns, own in ((module.b, slice(0, 2), found[0]), (module.a, slice(2, 5), found[1])):
+        alone, _ = convolve_after(x[..., columns], jnp.zeros((1, 3, own.shape[-1])), part.weight[...], part.bias[...])
+        np.testing.assert_array_equal(own, alone)

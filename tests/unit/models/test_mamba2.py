@@ -232,9 +232,17 @@ def test_shapes_names_and_axes_are_the_published_ones():
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
     found = {".".join(key.key for key in path): leaf.shape for path, leaf in leaves}
     assert found == {
-        "in_proj.kernel": (2688, 10304),
-        "conv1d.weight": (6144, 4),
-        "conv1d.bias": (6144,),
+        "in_proj.z.kernel": (2688, 4096),
+        "in_proj.x.kernel": (2688, 4096),
+        "in_proj.B.kernel": (2688, 1024),
+        "in_proj.C.kernel": (2688, 1024),
+        "in_proj.dt.kernel": (2688, 64),
+        "conv1d.x.weight": (4096, 4),
+        "conv1d.x.bias": (4096,),
+        "conv1d.B.weight": (1024, 4),
+        "conv1d.B.bias": (1024,),
+        "conv1d.C.weight": (1024, 4),
+        "conv1d.C.bias": (1024,),
         "A_log": (64,),
         "D": (64,),
         "dt_bias": (64,),

@@ -48,9 +48,14 @@ def layer_of(golden, number, limit):
     )
     graph, _ = split(Mamba2(sizes, rngs=nnx.Rngs(0)))
     of = lambda name: tensors[f"backbone.layers.{number}.mixer.{name}"]  # noqa: E731
+    widths = {"z": sizes.inner, "x": sizes.inner, "B": sizes.groups * sizes.state, "C": sizes.groups * sizes.state}
+    cut = lambda array, first: np.split(array, np.cumsum(list(widths.values())[first:])[: None if first == 0 else -1])  # noqa: E731
+    mixed = zip("xBC", cut(of("conv1d.weight")[:, 0], 1), cut(of("conv1d.bias"), 1), strict=True)
     params = {
-        "in_proj": {"kernel": of("in_proj.weight").T},
-        "conv1d": {"weight": of("conv1d.weight")[:, 0], "bias": of("conv1d.bias")},
+        "in_proj": {
+            name: {"kernel": part.T} for name, part in zip((*widths, "dt"), cut(of("in_proj.weight"), 0), strict=True)
+        },
+        "conv1d": {name: {"weight": weight, "bias": bias} for name, weight, bias in mixed},
         "A_log": of("A_log"),
         "D": of("D"),
         "dt_bias": of("dt_bias"),

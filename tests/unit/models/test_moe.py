@@ -71,12 +71,11 @@ def dense(cfg: MoEConfig, params, x, routing: Routing):
         if cfg.expert == "relu2":
             out = jnp.maximum(flat @ held["up_proj"][e], 0.0) ** 2 @ held["down_proj"][e]
         else:
-            hidden = flat @ held["gate_up_proj"][e]
             if cfg.expert == "swiglu":
-                gate, up = hidden[:, :6], hidden[:, 6:]
+                gate, up = flat @ held["gate_proj"][e], flat @ held["up_proj"][e]
                 out = gate / (1 + jnp.exp(-gate)) * up @ held["down_proj"][e]
             else:
-                hidden = hidden + held["gate_up_proj_bias"][e][None, :]
+                hidden = flat @ held["gate_up_proj"][e] + held["gate_up_proj_bias"][e][None, :]
                 gate = jnp.minimum(hidden[:, ::2], cfg.swiglu_limit)
                 up = jnp.minimum(jnp.maximum(hidden[:, 1::2], -cfg.swiglu_limit), cfg.swiglu_limit)
                 out = (up + 1) * gate / (1 + jnp.exp(-1.702 * gate)) @ held["down_proj"][e]
@@ -222,7 +221,7 @@ def test_the_gradient_of_a_bfloat16_token_adds_its_experts_in_float32():
 
 def test_axes_and_shapes_are_those_of_the_sizes():
     state = nnx.eval_shape(lambda: MoE(CONFIGS["swiglu"], rngs=nnx.Rngs(0)))
-    assert state.experts.gate_up_proj.logical_axes == ("expert", "embed", "mlp")
+    assert state.experts.gate_proj.logical_axes == state.experts.up_proj.logical_axes == ("expert", "embed", "mlp")
     assert state.experts.down_proj.logical_axes == ("expert", "mlp", "embed")
     assert state.gate.kernel.logical_axes == ("embed", "router")
     big = dataclasses.replace(
