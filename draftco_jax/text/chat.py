@@ -127,7 +127,7 @@ class Chat:
             if turn.ids[:start] != prompt.ids or whole.ids[:end] != turn.ids:
                 raise UserError(
                     f"chat template must write messages[{index}] with the same ids after its prompt, as the last "
-                    "turn and as history, to tell the assistant's ids by differences (find_prefix_break names the place); "
+                    "turn and as history, to tell the assistant's ids by differences (see find_prefix_break); "
                     "learn from each turn by itself, or give a template with {% generation %} marks"
                 )
             inside[start:end] = [True] * (end - start)

@@ -86,18 +86,31 @@ def find_response_end(
     matcher = StringMatcher(stop_strings) if stop_strings else None
     text = ""
     starts: set[int] = {0}
-    for index, token_id in enumerate(ids):
-        at_stop = token_id in stops
-        piece = detokenizer.finish() if at_stop else detokenizer.push(token_id)
+    whole = 0  # tokens up to the last one after which nothing was held back
+    for index in range(len(ids) + 1):
+        ends = index == len(ids) or ids[index] in stops
+        piece = detokenizer.finish() if ends else detokenizer.push(ids[index])
         text += piece
         match = matcher.push(piece) if matcher is not None else None
         if match is not None:
-            whole = match.start in starts and match.end == len(text) and not detokenizer.holds_back
-            # At a stop token only held back bytes were read: they belong to the tokens before it.
-            length = index if at_stop else index + 1
-            return ResponseEnd(length, True, text[: match.start], stop_string=match.string, splits_token=not whole)
-        if at_stop:
-            return ResponseEnd(index + 1, True, text, stop_id=token_id)
+            read = [int(token_id) for token_id in ids[: index if ends else index + 1]]
+            length, said = _completing(tokenizer, read, whole, text[: match.end]) or (len(read), text)
+            splits = match.start not in starts or len(said) > match.end or detokenizer.holds_back
+            return ResponseEnd(length, True, text[: match.start], stop_string=match.string, splits_token=splits)
+        if ends:
+            break
         if not detokenizer.holds_back:
             starts.add(len(text))
-    return ResponseEnd(len(ids), False, text + detokenizer.finish())
+            whole = index + 1
+    if index == len(ids):
+        return ResponseEnd(index, False, text)
+    return ResponseEnd(index + 1, True, text, stop_id=ids[index])
+
+
+def _completing(tokenizer: Tokenizer, ids: list[int], whole: int, text: str) -> tuple[int, str] | None:
+    """(tokens, their text) where `text` is first complete, if that is before the last of `ids`.
+
+    Bytes that were held back may have made it some tokens before they were given out.
+    """
+    texts = ((n, tokenizer.decode(ids[:n], skip_special=False)) for n in range(whole + 1, len(ids)))
+    return next((found for found in texts if found[1].startswith(text)), None)

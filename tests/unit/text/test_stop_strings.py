@@ -98,3 +98,15 @@ def test_a_control_token_between_the_letters_is_part_of_the_text(model_folder):
     ids = [*tokenizer.encode("EN"), 5, *tokenizer.encode("D")]
     assert not find_response_end(tokenizer, ids, [2], ["END"]).finished
     assert find_response_end(tokenizer, ids, [2], ["<|end|>"]).text == "EN"
+
+
+@pytest.mark.parametrize("after", ["lo", "<|im_end|>", "🦊", ""])
+def test_bytes_that_are_read_as_a_run_end_where_the_string_does(model_folder, after):
+    tokenizer = Tokenizer.load(model_folder("metaspace"))
+    before, inside = tokenizer.encode_continuation("he"), tokenizer.encode_marked("<|end|>🦊").ids[1:]
+    assert len(inside) == 4  # "<0xF0>" and so on
+    ids = [*before, *inside, *tokenizer.encode_marked("<|end|>" + after).ids[1:]]
+    end = find_response_end(tokenizer, ids, [tokenizer.eos_id], ["🦊"])
+    assert (end.length, end.text, end.stop_string, end.splits_token) == (len(before) + 4, "he", "🦊", False)
+    cut = find_response_end(tokenizer, ids[: len(before) + 3], [tokenizer.eos_id], ["🦊"])
+    assert (cut.finished, cut.length, cut.text) == (False, len(before) + 3, "he\ufffd\ufffd\ufffd")
