@@ -71,12 +71,7 @@ def _umask() -> int:
 
 def write_policy(out: Path, cfg: DecoderConfig, params: Params, max_shard_bytes: int) -> None:
     """A policy as transformers writes it."""
-    save_policy(out, cfg, params)
-    settings = read_config(out / "config.json")
-    # Beside rope_parameters this is the config's own field, of a form that transformers refuses.
-    if "rope_parameters" in settings and settings.pop("rope_scaling", None):
-        write_text_whole(out / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    _divide(out, max_shard_bytes)
+    save_policy(out, cfg, params, max_shard_bytes=max_shard_bytes)
 
 
 def write_draft(

@@ -28,8 +28,7 @@ from draftco_jax.models.checkpoint_files import (
 )
 from draftco_jax.models.checkpoint_trees import Source
 from draftco_jax.models.families import PolicyFamily, family_of, prefix_of, published, source
-from draftco_jax.models.functional import abstract_params
-from draftco_jax.models.hf_weights import read_config
+from draftco_jax.models.hf_weights import abstract_policy, read_config
 from draftco_jax.models.transformer import DecoderConfig
 
 _PACKED = ("_blocks", "_scales")  # MXFP4: integers that are computed to floats
@@ -131,7 +130,7 @@ def compare(cfg: DecoderConfig, headers: Headers) -> Comparison:
     """Every tensor that the policy of a config is made of, looked for in the headers."""
     family, reader = family_of(cfg), _Found(headers)
     prefix = prefix_of(family, reader)
-    leaves = jax.tree_util.tree_flatten_with_path(abstract_params(cfg.build))[0]
+    leaves = jax.tree_util.tree_flatten_with_path(abstract_policy(cfg))[0]
     needed, missing, misshapen = set(), set(), []
     for path, leaf in leaves:
         try:

@@ -28,6 +28,8 @@ import numpy as np
 from draftco_jax.errors import UserError
 
 WEIGHTS_FILE = "model.safetensors"
+SHARD_BYTES = 5_000_000_000
+"""Customary size of a shard."""
 INDEX_FILE = "model.safetensors.index.json"
 
 DTYPES: dict[str, np.dtype] = {
@@ -408,7 +410,7 @@ def _put_in_place(folder: Path, names: Sequence[str], index: bytes | None) -> No
 def write_sharded(
     folder: Path,
     tensors: Iterable[tuple[str, Any]],
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Write arrays (NumPy, JAX or `Deferred`) by name: one file, or shards of at most `max_shard_bytes` and an index.

@@ -7,7 +7,7 @@ map from tree path to tensor name is a rule, not a table.
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,11 +20,12 @@ from safetensors.numpy import load_file
 
 from draftco_jax.config_io import from_json, to_json
 from draftco_jax.errors import UserError
-from draftco_jax.models.checkpoint_files import SafetensorsReader, write_sharded
+from draftco_jax.models.checkpoint_files import SHARD_BYTES, SafetensorsReader, write_sharded
 from draftco_jax.models.checkpoint_trees import TensorSpec, load_tree
 from draftco_jax.models.compute import FLOAT32, ComputeConfig
 from draftco_jax.models.families import family_named, family_of, prefix_of, source, tensors_of
 from draftco_jax.models.functional import Params, abstract_params
+from draftco_jax.models.layer_runs import unstack_layers
 from draftco_jax.models.transformer import DecoderConfig
 
 WEIGHTS_FILE = "model.safetensors"
@@ -117,15 +118,24 @@ def config_from(cls: type[Config], values: dict[str, Any], path: Path) -> Config
         raise UserError(f"{path}: {error}") from error
 
 
-def save_policy(folder: Path, cfg: DecoderConfig, params: Params, metadata: dict[str, str] | None = None) -> None:
+def save_policy(
+    folder: Path,
+    cfg: DecoderConfig,
+    params: Params,
+    metadata: dict[str, str] | None = None,
+    *,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write config.json and the weights as transformers would, in shards where they are large."""
     folder.mkdir(parents=True, exist_ok=True)
     family = family_of(cfg)
-    config = {name: value for name, value in to_json(cfg).items() if name != "type"} | family.to_hf(cfg)
+    # The scaling of rotary is written in `rope_parameters`; in the form of our own field transformers refuses it.
+    own = {name: value for name, value in to_json(cfg).items() if name not in ("type", "rope_scaling")}
+    config = own | family.to_hf(cfg) | {"dtype": str(params["embed_tokens"].dtype)}
     config |= {"architectures": [family.architecture], "model_type": family.model_types[0]}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    write_sharded(folder, tensors_of(leaves, cfg), metadata={"format": "pt"} | (metadata or {}))
+    write_sharded(folder, tensors_of(leaves, cfg), max_shard_bytes, metadata={"format": "pt"} | (metadata or {}))
 
 
 def load_config(folder: Path) -> DecoderConfig:
@@ -156,7 +166,7 @@ def load_policy(
     """
     cfg = load_config(folder)
     family, reader = family_of(cfg), SafetensorsReader(folder)
-    prefix, abstract = prefix_of(family, reader), abstract_params(partial(cfg.build, compute=compute))
+    prefix, abstract = prefix_of(family, reader), abstract_policy(cfg, compute)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     wanted = {
         path: TensorSpec(
@@ -170,6 +180,14 @@ def load_policy(
     ignored = (*family.ignored, "lm_head.weight") if cfg.tie_word_embeddings else family.ignored
     arrays = load_tree(reader, wanted, placed, ignored)
     return cfg, jax.tree.unflatten(treedef, [arrays[path] for path, _ in leaves])
+
+
+def abstract_policy(cfg: DecoderConfig, compute: ComputeConfig = FLOAT32) -> Params:
+    """Shapes and dtypes of a policy's parameters: one block of each kind is traced, however many layers there are."""
+    stacked = abstract_params(partial(cfg.build, compute=replace(compute, scan_layers=True)))
+    if compute.scan_layers:
+        return stacked
+    return jax.eval_shape(lambda params: unstack_layers(params, cfg.runs), stacked)
 
 
 def _as_json(value: Any) -> Any:

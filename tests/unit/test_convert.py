@@ -520,12 +520,12 @@ def test_a_source_or_an_out_that_cannot_be_used_is_one_line(golden, tmp_path):
 
 
 def test_a_stop_in_the_middle_leaves_nothing(golden, tmp_path, monkeypatch):
-    from draftco_jax.convert import output
+    from draftco_jax.models import hf_weights
 
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output, "write_sharded", stop)
+    monkeypatch.setattr(hf_weights, "write_sharded", stop)
     with pytest.raises(KeyboardInterrupt):
         convert(golden / "qwen3", tmp_path / "out", Wishes(max_shard_bytes=100_000))
     assert list(tmp_path.iterdir()) == []
@@ -533,7 +533,7 @@ def test_a_stop_in_the_middle_leaves_nothing(golden, tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(output, "write_sharded", full)
+    monkeypatch.setattr(hf_weights, "write_sharded", full)
     refused(tmp_path, golden / "qwen3", "cannot be written .No space left on device.", max_shard_bytes=100_000)
 
 

@@ -168,7 +168,7 @@ def test_bug_case_b62_all_damaged_shards_are_named_and_the_others_are_looked_at(
     cut.write_bytes(cut.read_bytes()[:-8])
     absent.unlink()
     save_file({n: t[:1] if n == inside[0] else t for n, t in load_file(changed).items()}, changed)
-    report = refused(shards, f"{cut.name}: cut short", f"{absent.name} does not exist", f"misshapen: {inside[0]}")
+    report = refused(shards, f"{cut.name}: cut short", f"{absent.name} does not exist", f"{inside[0]} ")
     assert report.missing == []  # those of the two files are not counted twice
     assert cut.name not in report.files and files[2].name in report.files
 

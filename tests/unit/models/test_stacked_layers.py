@@ -13,7 +13,7 @@ import pytest
 from draftco_jax.models.compute import ComputeConfig
 from draftco_jax.models.functional import abstract_params, graph_of, initialise
 from draftco_jax.models.gpt_oss import GptOssConfig
-from draftco_jax.models.hf_weights import load_policy, save_policy
+from draftco_jax.models.hf_weights import abstract_policy, load_policy, save_policy
 from draftco_jax.models.layer_runs import Run, find_runs, stack_layers, unstack_layers
 from draftco_jax.models.llama import LlamaConfig
 from draftco_jax.models.nemotron_h import NANO_30B, NemotronHConfig
@@ -63,9 +63,9 @@ def test_loops_equal_layers_one_by_one(family):
     one = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim >= 2 else leaf, one)
     build = partial(cfg.build, compute=STACKED)
     graph, stacked = graph_of(build), stack_layers(one, cfg.runs)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), stacked) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), abstract_params(build)
-    )
+    shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)  # noqa: E731
+    assert shapes(stacked) == shapes(abstract_params(build))
+    assert shapes(one) == shapes(abstract_policy(cfg))
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked, cfg.runs), one)
     taps = (0, cfg.num_hidden_layers - 1)
 
