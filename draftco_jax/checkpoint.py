@@ -137,7 +137,8 @@ def fingerprint(tree: Any) -> int:
     """One number that changes with any bit of any array of a tree."""
     number = zlib.crc32(json.dumps(_describe(tree), sort_keys=True).encode())
     for leaf in jax.tree.leaves(tree):
-        number = zlib.crc32(np.ascontiguousarray(leaf).data, number)
+        # As bytes: bfloat16 is no type of Python's buffers.
+        number = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, number)
     return number
 
 
