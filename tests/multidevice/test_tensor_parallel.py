@@ -19,8 +19,10 @@ from draftco_jax.context_parallel import PackedRows
 from draftco_jax.distributed.axes import make_mesh
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.models import full_attention, layers, moe
-from draftco_jax.models.functional import initialise
+from draftco_jax.models.compute import FLOAT32, ComputeConfig
+from draftco_jax.models.functional import graph_of, initialise
 from draftco_jax.models.gpt_oss import GptOssConfig
+from draftco_jax.models.layer_runs import stack_layers
 from draftco_jax.models.nemotron_h import NemotronHConfig
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.models.qwen3_5_moe import Qwen35MoeConfig
@@ -120,10 +122,12 @@ BATCH = batch_of_rows()
 class Setup:
     """A policy, with a draft or without, and its loss and gradients on one device."""
 
-    def __init__(self, cfg, draft_cfg=None):
+    def __init__(self, cfg, draft_cfg=None, compute=FLOAT32):
         self.draft_cfg = draft_cfg
-        self.graph, policy = initialise(cfg.build, jax.random.key(1))
-        self.draft_graph, self.params = None, {"policy": lively(policy)}
+        self.graph = graph_of(partial(cfg.build, compute=compute))
+        policy = lively(initialise(cfg.build, jax.random.key(1))[1])
+        policy = stack_layers(policy, cfg.runs) if compute.scan_layers else policy
+        self.draft_graph, self.params = None, {"policy": policy}
         if draft_cfg is not None:
             self.draft_graph, draft = initialise(draft_cfg.build, jax.random.key(2))
             self.params["draft"] = lively(draft)
@@ -202,6 +206,11 @@ CASES = {
         (DENSE, Eagle3Config.for_target(DENSE, passes=2)),
         {"data": 2, "context": 2, "tensor": 2},
         rows(tensor_axis="tensor", **CONTEXT),
+    ),
+    "mixture, layers in a loop and made again, data 2 x tensor 2": (
+        (dataclasses.replace(MIXTURE, num_hidden_layers=3), None, ComputeConfig(scan_layers=True, remat="block")),
+        {"data": 2, "tensor": 2},
+        rows(tensor_axis="tensor"),
     ),
     "mixture, experts over tensor": (
         (MIXTURE,), {"data": 2, "tensor": 2}, rows(tensor_axis="tensor", expert_axis="tensor"),
