@@ -109,6 +109,19 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--draft-family", metavar="NAME", help="family of a draft that does not say its own")
     convert.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
 
+    shards = add(
+        "shards",
+        _shards,
+        "Work out what each device holds of a policy on a mesh, without its weights.",
+        "qwen3-235b-a22b tensor=4 stage=4 context=2 data=2",
+    )
+    shards.add_argument(
+        "model", metavar="MODEL", help="a published size (qwen3-8b, ...) or a model folder"
+    )
+    shards.add_argument("axes", nargs="*", metavar="AXIS=SIZE", help="the mesh: data, stage, context, tensor, expert")
+    shards.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters")
+    shards.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
+
     doctor = add(
         "doctor",
         _doctor,
@@ -248,6 +261,17 @@ def _convert(options: argparse.Namespace) -> None:
     for note in found.notes:
         print(f"Note: {note}")
     print("; ".join(f"{kind.capitalize()} is in {folder}" for kind, folder in found.written.items()))
+
+
+def _shards(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from draftco_jax.shard_report import report_of
+
+    found = report_of(options.model, options.axes, options.dtype)
+    if options.json:
+        _write_json(options.json, asdict(found))
+    print(found.table() + (f"\nWritten to {options.json}" if options.json else ""))
 
 
 def _doctor(options: argparse.Namespace) -> None:

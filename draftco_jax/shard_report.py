@@ -8,15 +8,15 @@ heaviest stage.
 Bytes of a device: parameters in their dtype, gradients float32, optimizer state of Adam (two moments float32, and with
 bfloat16 parameters a float32 copy of each). Activations, caches and buffers of collectives are not in it.
 
-    python -m draftco_jax.shard_report qwen3-235b-a22b tensor=4 stage=4 context=2 data=2
+    draftco shards qwen3-235b-a22b tensor=4 stage=4 context=2 data=2
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path as FilePath
 from typing import Any, Literal
 
 from flax import nnx
@@ -26,6 +26,7 @@ from draftco_jax.distributed.sharding import TRAIN, Rules, Stated, local_shape, 
 from draftco_jax.errors import UserError
 from draftco_jax.models.compute import ComputeConfig
 from draftco_jax.models.gpt_oss import GptOssConfig
+from draftco_jax.models.hf_weights import load_config
 from draftco_jax.models.nemotron_h import NemotronHConfig
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.models.qwen3_5_moe import Qwen35MoeConfig
@@ -213,30 +214,19 @@ def component_of(stated: Stated) -> str:
     return next((name for name, some in COMPONENTS if axes & set(some)), REST)
 
 
-def main(arguments: Sequence[str]) -> str:
-    """The report for NAME, AXIS=SIZE ... (default: that of `PUBLISHED`) and perhaps a dtype."""
-    if not arguments or arguments[0] not in PUBLISHED:
-        raise UserError(f"model {' '.join(arguments[:1])!r} must be one of: {', '.join(PUBLISHED)}")
-    known, sizes = PUBLISHED[arguments[0]], {}
-    dtype: FloatName = "bfloat16"
-    for argument in arguments[1:]:
+def report_of(name: str, axes: Sequence[str], dtype: FloatName = "bfloat16") -> ShardReport:
+    """The report for a name of `PUBLISHED` or a model folder, and AXIS=SIZE ... (default: that of `PUBLISHED`)."""
+    known = PUBLISHED.get(name)
+    if known is None and not (FilePath(name) / "config.json").is_file():
+        raise UserError(f"model={name!r} must be a folder with a config.json, or one of: {', '.join(PUBLISHED)}")
+    sizes = dict(known.sizes) if known is not None and not axes else {}
+    for argument in axes:
         axis, equals, size = argument.partition("=")
-        if argument in ("bfloat16", "float32"):
-            dtype = argument
-        elif equals and axis in set(MeshAxis) and size.isdigit() and int(size) > 0:
-            sizes[axis] = int(size)
-        else:
-            raise UserError(
-                f"{argument!r} must be AXIS=SIZE with an axis of {[str(axis) for axis in MeshAxis]}, or a dtype"
-            )
+        if not (equals and axis in set(MeshAxis) and size.isdigit() and int(size) > 0):
+            raise UserError(f"{argument!r} must be AXIS=SIZE with an axis of {', '.join(map(str, MeshAxis))}")
+        sizes[axis] = int(size)
+    cfg = load_config(FilePath(name)) if known is None else known.config()
     try:
-        return shard_report(known.config(), sizes or known.sizes, known.rules, dtype=dtype).table()
+        return shard_report(cfg, sizes, SPREAD_EXPERTS if known is None else known.rules, dtype=dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-if __name__ == "__main__":
-    try:
-        sys.stdout.write(main(sys.argv[1:]) + "\n")
-    except UserError as error:
-        sys.exit(f"draftco: {error}")

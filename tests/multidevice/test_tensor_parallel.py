@@ -232,6 +232,11 @@ CASES = {
         (SINKS,), {"tensor": 4}, PackedRows(tile=16, tensor_axis="tensor"),
     ),
 }  # fmt: skip
+LONG = (
+    "dense, tensor 4 with key-value heads shared, draft and reference",
+    "mixture, experts over tensor",
+    "sinks and biases, hidden widths over tensor 4",
+)
 _SETUPS = {}
 
 
@@ -242,7 +247,9 @@ def setup_of(*models):
     return _SETUPS[models]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in CASES]
+)
 def test_many_devices_equal_one(case):
     models, sizes, packed = CASES[case]
     setup, mesh = setup_of(*models), make_mesh(sizes)

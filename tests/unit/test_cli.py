@@ -22,6 +22,7 @@ OPTIONS = {
     "report": {"run_dir"},
     "bench": {"name", "--set", "--json", "--plot", "--ranks", "--fast"},
     "convert": {"source", "out", "--dtype", "--kind", "--max-shard-size", "--draft-family", "--step"},
+    "shards": {"model", "axes", "--dtype", "--json"},
     "doctor": {"model_dir", "--json"},
 }
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from math import ceil
 
+import jax
 import pytest
 
 from draftco_jax.distributed.sharding import TRAIN
 from draftco_jax.errors import UserError
+from draftco_jax.models.functional import initialise
+from draftco_jax.models.hf_weights import save_policy
 from draftco_jax.models.qwen3 import Qwen3Config
-from draftco_jax.shard_report import PUBLISHED, deal, main, shard_report
+from draftco_jax.shard_report import PUBLISHED, deal, report_of, shard_report
 
 # Settings as the published config.json files have them, and nothing of our classes. D hidden, N and K heads, H head
 # width, V vocabulary, E experts of width I, S width of the shared expert; `linear`: K heads, V heads, dk, dv, taps.
@@ -124,11 +127,18 @@ def test_bad_layouts_are_refused_in_one_line():
     ):
         with pytest.raises(ValueError, match=message):
             shard_report(tiny, sizes)
-    for arguments, message in (
-        ([], "must be one of: qwen3-8b"),
-        (["qwen3-8b", "tensor=0"], "'tensor=0' must be AXIS=SIZE"),
-        (["qwen3-8b", "tensor=5"], "must be a multiple of 5"),
+    for name, axes, message in (
+        ("qwen9", (), "must be a folder with a config.json, or one of: qwen3-8b"),
+        ("qwen3-8b", ("tensor=0",), "'tensor=0' must be AXIS=SIZE"),
+        ("qwen3-8b", ("tensor=5",), "must be a multiple of 5"),
     ):
         with pytest.raises(UserError, match=message):
-            main(arguments)
-    assert "8,190,735,360" in main(["qwen3-8b", "tensor=2", "float32"])
+            report_of(name, axes)
+    assert "8,190,735,360" in report_of("qwen3-8b", ("tensor=2",), "float32").table()
+
+
+def test_a_folder_is_reported_by_its_config_alone(tmp_path):
+    cfg = Qwen3Config.tiny()
+    save_policy(tmp_path, cfg, initialise(cfg.build, jax.random.key(0))[1])
+    (tmp_path / "model.safetensors").unlink()
+    assert report_of(str(tmp_path), ("tensor=2",)).total == shard_report(cfg, {"tensor": 2}).total
