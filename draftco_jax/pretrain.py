@@ -36,7 +36,7 @@ from draftco_jax.run import DRAFT_FOLDER, check_directory, claim_directory
 from draftco_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from draftco_jax.training.pretrain_draft import PretrainSpec, draft_of, init_state, make_mass_outside, make_step
 from draftco_jax.training.update import TrainState
-from draftco_jax.types import PackedBatch, StepReport
+from draftco_jax.types import StepReport
 
 FIGURE_FILE = "accepted_length.png"
 
@@ -94,7 +94,7 @@ def train_phase(
     for step in range(done + 1, phase.last_step + 1):
         begun = time.perf_counter()
         index = rows_of_step(rows, cfg.batch_rows, step, cfg.seed)
-        batch = PackedBatch(*(jnp.asarray(array[index]) for array in run.data))
+        batch = jax.tree.map(lambda array, index=index: jnp.asarray(array[index]), run.data)
         state, found = step_fn(state, run.setting.policy, batch)
         metrics = {name: float(value) for name, value in jax.device_get(found).items()}
         # optax counts from 0.
@@ -152,7 +152,7 @@ def mass_outside(run: Pretraining) -> float:
     measure = make_mass_outside(run.setting.policy_graph, run.kept, cfg.rollout.sampling, cfg.chunk_tokens)
     # Whole batches only, so that one program is compiled: rows left over at the end are not counted.
     starts = range(0, rows - size + 1, size)
-    batches = (PackedBatch(*(jnp.asarray(a[i : i + size]) for a in run.data)) for i in starts)
+    batches = (jax.tree.map(lambda a, i=i: jnp.asarray(a[i : i + size]), run.data) for i in starts)
     sums = np.array([jax.device_get(measure(run.setting.policy, batch)) for batch in batches], np.float64)
     return float(sums[:, 0].sum() / sums[:, 1].sum())
 

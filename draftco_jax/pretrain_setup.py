@@ -131,8 +131,8 @@ def own_rollouts(setting: Setting) -> PackedBatch:
         scored = ScoredRollouts(rollouts, prompts, rewards, PolicyVersion(0))
         packed = pack(scored, np.zeros_like(rewards), rollouts.tokens.shape[1], size)
         used = np.asarray(packed.segment_ids).any(axis=1)
-        parts.append(PackedBatch(*(np.asarray(array)[used] for array in packed)))  # pyright: ignore[reportArgumentType]
-    return PackedBatch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))  # pyright: ignore[reportArgumentType]
+        parts.append(jax.tree.map(lambda array, used=used: np.asarray(array)[used], packed))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 def rollouts_of(setting: Setting, run_dir: Path) -> PackedBatch:
@@ -141,12 +141,12 @@ def rollouts_of(setting: Setting, run_dir: Path) -> PackedBatch:
     if path.is_file():
         try:
             with path.open("rb") as file, np.load(file) as held:  # closed here: numpy leaves a file it refuses open
-                return PackedBatch(*(held[name] for name in PackedBatch._fields))
+                return PackedBatch(*(held[name] for name in PackedBatch._fields if name != "experts"))
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise UserError(f"{path} cannot be read ({error}); delete it, the rollouts are then made again") from error
     data = own_rollouts(setting)
     unfinished = path.with_name(f".{path.name}.unfinished")
-    arrays: dict[str, Any] = data._asdict()
+    arrays: dict[str, Any] = {name: array for name, array in data._asdict().items() if array is not None}
     with unfinished.open("wb") as file:
         np.savez(file, **arrays)
         file.flush()

@@ -5,7 +5,7 @@ One step moves data through these records, in this order:
     Prompt -> Rollouts (generate) -> ScoredRollouts (score) -> PackedBatch (pack) -> StepReport (update, publish)
 
 Letters: P prompts in a step, G samples per prompt, B = P * G sequences, S padded sequence length,
-K drafted tokens per verify round, R packed rows, T tokens per packed row.
+K drafted tokens per verify round, R packed rows, T tokens per packed row, M layers with experts, k experts a token.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ class Rollouts(NamedTuple):
     rounds: jax.Array  # i32[B] verify rounds; 0 in plain decode
     committed: jax.Array  # i32[B] tokens committed by verify rounds (the one sampled at prefill is not in it)
     accepted: jax.Array  # i32[B, K] rounds in which draft 1..K was accepted; K = 0 in plain decode
-    proposed: jax.Array  # i32[B] drafts proposed in all rounds: K a round, fewer where a draft had less to say
+    proposed: jax.Array  # i32[B] drafts verified in all rounds: K a round, fewer where a draft had less to say
+    experts: jax.Array | None = None  # i16[B, S, M, k] experts (M layers with such, k a token) that the token AT each
+    # index was read with; -1 for the last token, which never was, and padding. None: not recorded
+    experts_touched: jax.Array | None = None  # f32[B] the same for all: different experts that a decoding forward read
+    # weights of for the requests still running, mean over forwards and layers; 0 without any forward. None: no experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class PackedBatch(NamedTuple):
     label_advantages: jax.Array  # f32[R, T] advantage of the token's sequence, 0 where label_mask is 0
     label_rewards: jax.Array  # f32[R, T] reward of the token's sequence, 0 where label_mask is 0
     sample_ids: jax.Array  # i32[R, T] number of the token's sequence, the same after a resume; 0 on padding
+    experts: jax.Array | None = None  # i16[R, T, M, k] routing to be replayed; -1: the router chooses. None: no replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Float32, Int, Int64
+from jaxtyping import Float, Float32, Int, Int16, Int64
 
 from draftco_jax.errors import UserError
 from draftco_jax.types import PackedBatch, ScoredRollouts
@@ -27,6 +27,7 @@ class _Documents(NamedTuple):
     advantages: Float[np.ndarray, " B"]
     rewards: Float[np.ndarray, " B"]
     sample_ids: Int[np.ndarray, " B"]
+    experts: Int16[np.ndarray, "B S M k"] | None = None
 
 
 class _Places(NamedTuple):
@@ -44,7 +45,8 @@ def pack(
 
     The arrays are numpy: putting them on devices is the update's business, which knows the sharding. Tokens sampled by
     the policy (prompt_length <= index < length) carry their behaviour log-prob and their sequence's advantage; prompts
-    and padding carry zeros, whatever the rollout buffers hold there.
+    and padding carry zeros, whatever the rollout buffers hold there. Recorded experts go with
+    their tokens; -1 is padding.
     """
     rollouts = scored.rollouts
     tokens = np.asarray(rollouts.tokens)
@@ -61,6 +63,7 @@ def pack(
         advantages=np.asarray(advantages).reshape(-1),
         rewards=np.asarray(scored.rewards, np.float32).reshape(-1),
         sample_ids=_sample_ids(scored),
+        experts=None if rollouts.experts is None else np.asarray(rollouts.experts),
     )
     return _lay_out(documents, row_tokens, rows)
 
@@ -92,15 +95,16 @@ def _lay_out(documents: _Documents, row_tokens: int, rows: int) -> PackedBatch:
     sampled = index >= documents.prompt_lengths[document]
 
     # Any: the record speaks of jax.Array, for which numpy stands in until the update places the rows.
-    def scatter(values: np.ndarray, dtype: type[np.int32] | type[np.float32]) -> Any:
-        flat = np.zeros(rows * row_tokens, dtype)
+    def scatter(values: np.ndarray, dtype: type[np.int16] | type[np.int32] | type[np.float32], empty: int = 0) -> Any:
+        flat = np.full((rows * row_tokens, *values.shape[1:]), empty, dtype)
         flat[cell] = values
-        return flat.reshape(rows, row_tokens)
+        return flat.reshape(rows, row_tokens, *values.shape[1:])
 
     # where, not a product: a prompt cell of the buffer may hold NaN.
     logprobs = np.where(sampled, documents.logprobs[document, index], 0.0)
     advantages = np.where(sampled, documents.advantages[document], 0.0)
     rewards = np.where(sampled, documents.rewards[document], 0.0)
+    experts = documents.experts
     return PackedBatch(
         tokens=scatter(documents.tokens[document, index], np.int32),
         positions=scatter(index, np.int32),
@@ -110,6 +114,7 @@ def _lay_out(documents: _Documents, row_tokens: int, rows: int) -> PackedBatch:
         label_advantages=scatter(advantages, np.float32),
         label_rewards=scatter(rewards, np.float32),
         sample_ids=scatter(documents.sample_ids[document], np.int32),
+        experts=None if experts is None else scatter(experts[document, index], np.int16, empty=-1),
     )
 
 

@@ -51,7 +51,7 @@ class Block(nnx.Module):
         norm, mixer = self.mixer_names
         if mixer:
             x = x + getattr(self, mixer)(getattr(self, norm)(x), call)
-        return self._feed_forward(x, call.packed, chosen)
+        return self._feed_forward(x, call.packed, chosen, None)
 
     def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: Any) -> Any:
         """State of the mixer; () without one."""
@@ -66,15 +66,18 @@ class Block(nnx.Module):
         if mixer:
             y, state = getattr(self, mixer).step(getattr(self, norm)(x), state, call)
             x = x + y
-        x, routing = self._feed_forward(x, WHOLE_ROWS, None)
+        x, routing = self._feed_forward(x, WHOLE_ROWS, None, call.active)
         return x, state, routing
 
-    def _feed_forward(self, x: Array, packed: PackedRows, chosen: Array | None) -> tuple[Array, Routing | None]:
+    def _feed_forward(
+        self, x: Array, packed: PackedRows, chosen: Array | None, active: Array | None
+    ) -> tuple[Array, Routing | None]:
         norm, ffn = self.ffn_names
         if not ffn:
             return x, None
         normed, module = getattr(self, norm)(x), getattr(self, ffn)
         if not isinstance(module, MoE):
             return x + module(normed, packed), None
-        y, routing = module(normed, packed, routing=None if chosen is None else Routing.recorded(chosen))
+        recorded = None if chosen is None else Routing.recorded(chosen)
+        y, routing = module(normed, packed, routing=recorded, active=active)
         return x + y, routing

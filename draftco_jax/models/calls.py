@@ -41,6 +41,7 @@ class CachedCall(NamedTuple):
     visible: jax.Array  # bool[B, T, S] slots at or before each token's own position
     lengths: jax.Array | None = None  # i32[B] real tokens of the T where this is a padded prompt; None: all are
     # With `lengths` the state afterwards is settled: that after the real tokens, with nothing to be rolled back.
+    active: jax.Array | None = None  # bool[B, T] tokens whose output is read; others use no expert. None: all
 
 
 @runtime_checkable

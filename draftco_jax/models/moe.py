@@ -25,7 +25,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.grouped_matmul import GroupedMatmul, grouped_matmul
@@ -226,16 +226,24 @@ class MoE(nnx.Module):
             self.shared_expert_gate = Linear((cfg.hidden_size, 1), ("embed", "unit"), rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "*b D"], packed: PackedRows = WHOLE_ROWS, *, routing: Routing | None = None
+        self,
+        x: Float[Array, "*b D"],
+        packed: PackedRows = WHOLE_ROWS,
+        *,
+        routing: Routing | None = None,
+        active: Bool[Array, "*b"] | None = None,
     ) -> tuple[Float[Array, "*b D"], Routing]:
         """Output in the dtype of x, and where the tokens went.
 
         `routing`: replay; its ids are used (but for tokens with an id of -1), the weights are the present router's.
         `packed` says over which axes, inside shard_map, experts and hidden widths are split.
+        `active`: the other tokens are sent to no expert (their ids are E) and get the shared expert's output alone.
         """
         flat = x.reshape(-1, x.shape[-1])
         recorded = None if routing is None else routing.ids.reshape(-1, self.cfg.router.num_experts_per_tok)
         chosen = self.gate(flat, recorded)
+        if active is not None:
+            chosen = chosen.only(active.reshape(-1), self.cfg.router.num_experts)
         if packed.expert_axes:
             y = mix_over_axes(self.experts, flat, chosen, packed, self.cfg.router.num_experts)
         else:
@@ -243,7 +251,7 @@ class MoE(nnx.Module):
         if self.cfg.shared_expert_intermediate_size:
             y = y + self.shared(flat)
         y = summed(y, packed.tensor_axis)
-        chosen = Routing(*(part.reshape(*x.shape[:-1], -1) for part in chosen))
+        chosen = jax.tree.map(lambda part: part.reshape(*x.shape[:-1], -1), chosen)
         return y.astype(x.dtype).reshape(x.shape), chosen
 
     def shared(self, x: Float[Array, "n D"]) -> Float32[Array, "n D"]:

@@ -36,12 +36,18 @@ class Routing(NamedTuple):
     ids: jax.Array  # i32[*b, k] the chosen experts, best first; -1 in a replay: choose anew
     weights: jax.Array  # f32[*b, k]
     probabilities: jax.Array  # f32[*b, E] softmax of the logits; sigmoid_bias: sigmoids divided by their sum
+    changed: jax.Array | None = None  # bool[*b, 1] a replay took other experts than the router would; None: no replay
 
     @classmethod
     def recorded(cls, ids: Int32[Array, "*b k"]) -> Routing:
         """A routing of which only the ids are kept, to be replayed. The rest is NaN, which shows if it is used."""
         unknown = jnp.full(ids.shape, jnp.nan, jnp.float32)
         return cls(ids, unknown, unknown[..., :0])
+
+    def only(self, active: Bool[Array, "*b"], experts: int) -> Routing:
+        """The same where `active`; elsewhere no expert: ids of E = `experts`, weights of 0."""
+        here = active[..., None]
+        return self._replace(ids=jnp.where(here, self.ids, experts), weights=jnp.where(here, self.weights, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +109,12 @@ class Router(nnx.Module):
         correction = None
         if self.cfg.kind == "sigmoid_bias":
             correction = self.e_score_correction_bias[...].astype(jnp.float32)
-        ids = choose(logits, self.cfg, correction)
+        ids, changed = choose(logits, self.cfg, correction), None
         if recorded is not None:
-            ids = jnp.where(jnp.all(recorded >= 0, axis=-1, keepdims=True), recorded, ids)
-        return Routing(ids, weigh(logits, ids, self.cfg), probabilities(logits, self.cfg.kind))
+            own, ids = ids, jnp.where(jnp.all(recorded >= 0, axis=-1, keepdims=True), recorded, ids)
+            # As sets: the order of a token's experts says nothing about its output.
+            changed = jnp.any(jnp.sort(own, axis=-1) != jnp.sort(ids, axis=-1), axis=-1, keepdims=True)
+        return Routing(ids, weigh(logits, ids, self.cfg), probabilities(logits, self.cfg.kind), changed)
 
 
 def choose(
@@ -153,6 +161,7 @@ class RoutingSums(NamedTuple):
     mass: jax.Array  # f32[E] sum of the routers' probabilities
     entropy: jax.Array  # f32[] sum of the entropies of the probabilities, nats
     tokens: jax.Array  # f32[]
+    changed: jax.Array  # f32[] tokens whose replayed experts are not those that the router would have chosen
 
 
 def routing_sums(routing: Routing, counted: Bool[Array, "*b"]) -> RoutingSums:
@@ -162,11 +171,13 @@ def routing_sums(routing: Routing, counted: Bool[Array, "*b"]) -> RoutingSums:
     law = jnp.where(some, routing.probabilities, 1.0 / experts).reshape(-1, experts)
     weight = counted.reshape(-1).astype(jnp.float32)
     ids = jnp.where(some, routing.ids, -1).reshape(-1)
+    changed = jnp.zeros_like(weight) if routing.changed is None else routing.changed.reshape(-1).astype(jnp.float32)
     return RoutingSums(
         load=jnp.sum(ids[:, None] == jnp.arange(experts, dtype=jnp.int32)[None, :], axis=0, dtype=jnp.float32),
         mass=jnp.sum(weight[:, None] * law, axis=0),
         entropy=jnp.sum(weight * jnp.sum(jax.scipy.special.entr(law), axis=-1)),
         tokens=jnp.sum(weight),
+        changed=jnp.sum(weight * changed),
     )
 
 

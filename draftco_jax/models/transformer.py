@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.block import Block
@@ -24,6 +24,7 @@ from draftco_jax.models.kv_cache import Cache, visible_slots
 from draftco_jax.models.layer_runs import Run, find_runs
 from draftco_jax.models.layer_walk import BlockCall, Walked, Way, in_loops, one_by_one
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, NormRule, RMSNorm, parameter
+from draftco_jax.models.moe import MoEConfig
 from draftco_jax.models.moe_routing import RoutingSums, routing_sums
 from draftco_jax.models.rotary import Rotary
 from draftco_jax.models.vocabulary import logits, lookup
@@ -66,6 +67,11 @@ class DecoderConfig:
     def output_scale(self) -> float:
         """Standard deviation of fresh projections back into the residual stream: 0.02 / sqrt(2 * layers)."""
         return 0.02 / (2 * self.num_hidden_layers) ** 0.5
+
+    @property
+    def mixture(self) -> MoEConfig | None:
+        """The mixture of experts of the layers that have one; None: a policy without."""
+        return None
 
     @property
     def layer_kinds(self) -> tuple[Hashable, ...]:
@@ -231,14 +237,16 @@ class Decoder(nnx.Module):
         *,
         tap_layers: Sequence[int],
         lengths: Int[Array, " B"] | None = None,
+        active: Bool[Array, "B T"] | None = None,
     ) -> StepOutput:
         """The same for T new tokens at positions start, start + 1, ... whose past is in the cache.
 
         `lengths`: the tokens are prompts of these lengths, padded; None: they are a call of lookahead + 1 tokens.
+        `active`: tokens whose output may be read; the others, after them in each request, use no expert. None: all.
         """
         count = tokens.shape[1]
         angles = None if self.cfg.rotary is None else cache.angles_at(start, count)
-        call = CachedCall(start, angles, visible_slots(cache.capacity, start, count), lengths)
+        call = CachedCall(start, angles, visible_slots(cache.capacity, start, count), lengths, active)
 
         def block(module: Block, x: Array, state: Any, chosen: Array | None) -> tuple[Array, Any, Any]:
             del chosen  # a rollout records its routing and replays none

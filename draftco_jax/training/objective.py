@@ -13,9 +13,11 @@ from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.drafts.base import DraftConfig, DraftReport, Target, TrainingContext
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.losses.chunked import map_tokens
+from draftco_jax.losses.experts import expert_metrics
 from draftco_jax.losses.policy import clipped_surrogate, kl_k3
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
+from draftco_jax.models.moe_routing import RoutingSums
 from draftco_jax.models.transformer import Decoder
 from draftco_jax.numerics.logprobs import entropy, token_logprobs
 from draftco_jax.numerics.masked import masked_max, masked_mean
@@ -39,6 +41,8 @@ class GrpoConfig:
     """Probability ratios above 1 + clip_high get no gradient where the advantage is positive."""
     kl_coefficient: float = 0.0
     """Weight of the k3 penalty towards the initial policy; 0 skips its forward."""
+    router_balance_coefficient: float = 0.0
+    """Weight of the load-balancing loss of a policy with experts, mean over its layers; 0 leaves it out."""
 
     def __post_init__(self) -> None:
         """Refuse clips and weights that mean nothing."""
@@ -48,6 +52,11 @@ class GrpoConfig:
             raise ValueError(f"clip_high={self.clip_high} must be > 0; 0.2 is usual, 0.28 in DAPO")
         if self.kl_coefficient < 0.0:
             raise ValueError(f"kl_coefficient={self.kl_coefficient} must be >= 0; 0 switches the penalty off")
+        if self.router_balance_coefficient < 0.0:
+            raise ValueError(
+                f"router_balance_coefficient={self.router_balance_coefficient} must be >= 0; 0 leaves the loss out, "
+                "0.001 is usual"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +133,8 @@ def objective(
 
     Args:
         params: ``{"policy": ..., "draft": ...}``; without "draft" the draft is not in the program at all.
-        batch: packed rows.
+        batch: packed rows; where they hold the generator's routing, the policy is trained with that (the reference
+            policy of the penalty chooses its own).
         counts: global denominators.
         draft_loss_weight: lambda, a runtime value: the program, and so the policy's gradient, is the same for all.
         reference: initial policy for the k3 penalty, or None.
@@ -135,8 +145,20 @@ def objective(
     packed = spec.packed
     params, reference, frozen_draft = packed.varying((params, reference, frozen_draft))
     policy: Decoder = spec.policy_graph.merge(params["policy"])
-    output = policy(batch.tokens, batch.positions, batch.segment_ids, tap_layers=spec.tap_layers, packed=packed)
+    output = policy(
+        batch.tokens,
+        batch.positions,
+        batch.segment_ids,
+        tap_layers=spec.tap_layers,
+        packed=packed,
+        experts=None if batch.experts is None else batch.experts.astype(jnp.int32),
+    )
     loss, metrics = _policy_objective(policy, output.hidden, batch, counts, reference, spec)
+    if output.routing is not None:
+        balance, load = _routing_terms(output.routing.sums, batch, packed)
+        metrics |= load
+        if spec.algorithm.router_balance_coefficient > 0:
+            loss = loss + spec.algorithm.router_balance_coefficient * balance
     target = Target.of(policy, output, spec.draft_dtype, packed)
 
     def draft_terms(draft_params: Params) -> tuple[Array, DraftReport]:
@@ -217,6 +239,15 @@ def _policy_objective(
         loss = loss + algorithm.kl_coefficient * penalty
         metrics["policy/kl_reference"] = penalty
     return loss, metrics
+
+
+def _routing_terms(sums: RoutingSums, batch: PackedBatch, packed: PackedRows) -> tuple[Array, dict[str, Array]]:
+    """Balance loss and metrics of the experts' use, over all devices."""
+    replayed = None
+    if batch.experts is not None:
+        taken = jnp.all(batch.experts >= 0, axis=-1) & (batch.segment_ids > 0)[..., None]
+        replayed = packed.total(jnp.sum(taken, dtype=jnp.float32))
+    return expert_metrics(packed.total(sums), replayed)
 
 
 def _draft_metrics(group: str, report: DraftReport, *, with_losses: bool) -> dict[str, Array]:

@@ -76,7 +76,7 @@ def test_four_devices_equal_one_in_value_and_gradients(kind, hot):
         return y, routing, gradients
 
     one = jax.jit(lambda *args: run(*args, axis=None))(params, X, c, jnp.asarray(ids))
-    outputs = (SPLIT, Routing(SPLIT, SPLIT, SPLIT), (specs, SPLIT))
+    outputs = (SPLIT, Routing(SPLIT, SPLIT, SPLIT, SPLIT), (specs, SPLIT))
     four = spread(lambda *args: run(*args, axis="expert"), specs, outputs)(params, X, c, jnp.asarray(ids))
     np.testing.assert_array_equal(four[1].ids, one[1].ids)
     for (path, found), expected in zip(

@@ -116,6 +116,17 @@ def batch_of_rows() -> PackedBatch:
     return PackedBatch(tokens=tokens, **arrays, **labels)
 
 
+def with_routing(batch, cfg):
+    """The batch with a record of where its tokens went; a third of them are routed anew."""
+    if cfg.mixture is None:
+        return batch
+    rng, router = np.random.default_rng(6), cfg.mixture.router
+    layers = cfg.block_types.count("moe") if isinstance(cfg, NemotronHConfig) else cfg.num_hidden_layers
+    ids = np.argsort(rng.random((ROWS, TOKENS, layers, router.num_experts)))[..., : router.num_experts_per_tok]
+    ids[rng.random(ids.shape[:-1]) < 1 / 3] = -1
+    return batch._replace(experts=ids.astype(np.int16))
+
+
 BATCH = batch_of_rows()
 
 
@@ -127,7 +138,7 @@ class Setup:
         self.graph = graph_of(partial(cfg.build, compute=compute))
         policy = lively(initialise(cfg.build, jax.random.key(1))[1])
         policy = stack_layers(policy, cfg.runs) if compute.scan_layers else policy
-        self.draft_graph, self.params = None, {"policy": policy}
+        self.draft_graph, self.params, self.batch = None, {"policy": policy}, with_routing(BATCH, cfg)
         if draft_cfg is not None:
             self.draft_graph, draft = initialise(draft_cfg.build, jax.random.key(2))
             self.params["draft"] = lively(draft)
@@ -139,7 +150,7 @@ class Setup:
             policy_graph=self.graph,
             draft_graph=self.draft_graph,
             draft_cfg=self.draft_cfg,
-            algorithm=GrpoConfig(kl_coefficient=0.1),
+            algorithm=GrpoConfig(kl_coefficient=0.1, router_balance_coefficient=0.05),
             sampling=SamplingConfig(temperature=0.8),
             chunk_tokens=24,
             draft_length=3,
@@ -149,7 +160,7 @@ class Setup:
 
     def run(self, packed, mesh=None, differentiate=WITH_GRADIENTS):
         """((loss, metrics), gradients)."""
-        spec, params, reference, batch = self.spec(packed), self.params, self.reference, BATCH
+        spec, params, reference, batch = self.spec(packed), self.params, self.reference, self.batch
         if mesh is not None:
             batch = place_batch(batch, packed, mesh, draft_cfg=self.draft_cfg)
             place = lambda policy: place_policy(policy, self.graph, packed, mesh)  # noqa: E731

@@ -44,7 +44,8 @@ def test_report_05_every_array_of_a_batch_is_spread_alike():
     packed, mesh = rows_on(4), mesh_of(4)
     placed = place_batch(pack_supervised(documents(5, 7, 3, 1), 16, 2), packed, mesh, draft_cfg=None)
     wanted = NamedSharding(mesh, batch_spec(packed))
-    for name, value in placed._asdict().items():
+    arrays = {name: value for name, value in placed._asdict().items() if value is not None}
+    for name, value in arrays.items():
         assert value.sharding.is_equivalent_to(wanted, value.ndim), name
         assert value.addressable_shards[0].data.shape == (2, 4), name
 
@@ -54,7 +55,8 @@ def test_bug_case_b48_b49_documents_of_3_and_5_on_two_ranks_are_laid_out_once_an
     placed = place_batch(batch, rows_on(2), mesh_of(2), draft_cfg=None)
     order = [0, 1, 6, 7, 2, 3, 4, 5]
     for name, value in batch._asdict().items():
-        np.testing.assert_array_equal(getattr(placed, name), np.asarray(value)[:, order], err_msg=name)
+        if value is not None:
+            np.testing.assert_array_equal(getattr(placed, name), np.asarray(value)[:, order], err_msg=name)
     assert int((placed.segment_ids > 0).sum()) == 8
 
 

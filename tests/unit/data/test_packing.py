@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -44,7 +46,7 @@ def _scored(
 
 def _documents(packed: PackedBatch) -> list[dict[str, np.ndarray]]:
     """Reads the rows back, in order of row and segment."""
-    arrays = {name: np.asarray(value) for name, value in packed._asdict().items()}
+    arrays = {name: np.asarray(value) for name, value in packed._asdict().items() if value is not None}
     documents = []
     for row, segments in enumerate(arrays["segment_ids"]):
         for segment in range(1, segments.max(initial=0) + 1):
@@ -82,8 +84,21 @@ def test_dtypes_are_the_documented_ones():
     packed = pack(*_scored([2, 3], [4, 5]), row_tokens=8, rows=2)
     supervised = pack_supervised([((2, 5), (6, 1))], row_tokens=8, rows=2)
     for batch in (packed, supervised):
-        assert [value.dtype for value in batch] == [np.int32] * 3 + [np.float32] * 4 + [np.int32]
-        assert {value.shape for value in batch} == {(2, 8)}
+        assert [value.dtype for value in jax.tree.leaves(batch)] == [np.int32] * 3 + [np.float32] * 4 + [np.int32]
+        assert {value.shape for value in jax.tree.leaves(batch)} == {(2, 8)}
+        assert batch.experts is None
+
+
+def test_recorded_experts_go_with_their_tokens_and_are_minus_one_on_padding():
+    scored, advantages = _scored([2, 1, 2], [5, 3, 4], samples=3)
+    width = scored.rollouts.tokens.shape[1]
+    experts = np.arange(3 * width * 2 * 2, dtype=np.int16).reshape(3, width, 2, 2)  # each number once
+    scored = dataclasses.replace(scored, rollouts=scored.rollouts._replace(experts=experts))
+    packed = pack(scored, advantages, row_tokens=8, rows=3)
+    assert packed.experts.dtype == np.int16 and packed.experts.shape == (3, 8, 2, 2)
+    for b, (row, start, length) in enumerate(((0, 0, 5), (0, 5, 3), (1, 0, 4))):
+        np.testing.assert_array_equal(packed.experts[row, start : start + length], experts[b, :length])
+    assert (packed.experts[np.asarray(packed.segment_ids) == 0] == -1).all()
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -112,8 +127,8 @@ def test_packing_is_a_bijection_of_the_documents(seed: int):
         assert np.all(np.diff(document["label_mask"]) >= 0)
     assert packed.label_mask.sum() == (lengths - prompt_lengths).sum()
     padding = np.asarray(packed.segment_ids) == 0
-    assert all(not np.asarray(value)[padding].any() for value in packed)
-    assert all(np.isfinite(value).all() for value in packed)
+    assert all(not np.asarray(value)[padding].any() for value in jax.tree.leaves(packed))
+    assert all(np.isfinite(value).all() for value in jax.tree.leaves(packed))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -187,7 +202,7 @@ def test_supervised_examples_are_labelled_on_the_response():
 
 def test_no_examples_give_empty_rows():
     packed = pack_supervised([], row_tokens=4, rows=2)
-    assert not any(np.asarray(value).any() for value in packed)
+    assert not any(np.asarray(value).any() for value in jax.tree.leaves(packed))
 
 
 def test_a_step_of_256_sequences_is_packed_in_milliseconds():

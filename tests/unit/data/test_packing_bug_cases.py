@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def examples(*lengths, seed=0):
 
 
 def on_device(batch) -> PackedBatch:
-    return PackedBatch(*(jnp.asarray(x) for x in batch))
+    return jax.tree.map(jnp.asarray, batch)
 
 
 def labels_of(batch):
@@ -98,6 +99,8 @@ def test_bug_cases_b47_b48_rows_made_longer_for_two_ranks_hold_the_same_document
     assert total % 4 == 0 and total - exact < 4
     assert int((np.asarray(padded.segment_ids) > 0).sum()) == exact
     for name, value in one._asdict().items():
+        if value is None:  # nothing recorded
+            continue
         laid = np.asarray(getattr(padded, name))
         np.testing.assert_array_equal(laid[:, :exact], value, err_msg=name)
         assert not laid[:, exact:].any(), name

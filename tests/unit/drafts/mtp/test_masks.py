@@ -26,7 +26,7 @@ def row(labels, segments=None):
     padding = [0] * (8 - len(labels))
     ids, labels, segments = np.zeros((1, 8), np.int32), np.float32([labels + padding]), np.int32([segments + padding])
     named = {"tokens": ids, "positions": ids, "sample_ids": ids, "segment_ids": segments, "label_mask": labels}
-    others = {name: 0 * labels for name in PackedBatch._fields if name not in named}
+    others = {name: 0 * labels for name in PackedBatch._fields if name not in (*named, "experts")}
     return PackedBatch(**{name: jnp.asarray(value) for name, value in (named | others).items()})
 
 
