@@ -38,6 +38,9 @@ class RolloutConfig:
     max_new_tokens: int | None = None
     """Response limit in tokens; none: what the task's full answers need."""
     sampling: SamplingConfig = SamplingConfig()
+    record_experts: bool = False
+    """Router replay: keep the experts that the generator sent each token to, and train with these. Takes 2 bytes a
+    token, layer and chosen expert. For policies with experts only."""
 
     def __post_init__(self) -> None:
         """Refuse empty steps and limits."""
@@ -124,6 +127,9 @@ class RunConfig:
     """Dtypes of the draft; they need not be the policy's."""
     draft_length: int = 4
     """k: tokens proposed per verify round."""
+    verify_budget: int | None = None
+    """Drafted tokens verified in one step over the whole batch, those most likely to be accepted; none: all. The law of
+    the output stays the policy's. What is saved is experts that are not read: a policy without any gains nothing."""
     draft_loss_weight: float = 1.0
     """lambda of L_RL + lambda * L_draft; the policy's trajectory does not depend on it."""
     draft_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
@@ -143,6 +149,7 @@ class RunConfig:
         _check_group_size(self)
         _check_training_law(self)
         _check_draft(self)
+        _check_experts(self)
 
 
 def _check_positive(cfg: RunConfig) -> None:
@@ -151,6 +158,10 @@ def _check_positive(cfg: RunConfig) -> None:
     for name in ("steps", "draft_length", "chunk_tokens"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be >= 1; use speculation=off to switch drafting off")
+    if cfg.verify_budget is not None and cfg.verify_budget < 1:
+        raise ValueError(
+            f"verify_budget={cfg.verify_budget} must be >= 1; use none to verify all drafts, or speculation=off"
+        )
     if cfg.accepted_length_alarm < 1:
         raise ValueError(
             f"accepted_length_alarm={cfg.accepted_length_alarm} must be >= 1, a round commits at least one token; "
@@ -200,6 +211,17 @@ def _check_draft(cfg: RunConfig) -> None:
             raise ValueError(
                 f"{name}={max(lengths)} must be <= {longest}, the most this {family.name} draft proposes in a round; "
                 "lower it, or use a draft of a larger block"
+            )
+
+
+def _check_experts(cfg: RunConfig) -> None:
+    for name, asked, off in (
+        ("rollout.record_experts", cfg.rollout.record_experts, False),
+        ("algorithm.router_balance_coefficient", cfg.algorithm.router_balance_coefficient, 0.0),
+    ):
+        if asked and cfg.policy.mixture is None:
+            raise ValueError(
+                f"{name}={asked} must be {off} with policy={type(cfg.policy).__name__}, which has no experts"
             )
 
 

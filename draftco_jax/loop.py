@@ -223,6 +223,8 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float, alarm_below: float)
         "rollout/tokens_per_second": float(response_tokens.sum() / seconds),
     }
     stats = speculation_stats(rollouts)
+    if stats.experts_touched is not None:
+        metrics["rollout/experts_touched_per_forward"] = stats.experts_touched
     if stats.acceptance_rate is not None:
         metrics["rollout/acceptance_rate"] = stats.acceptance_rate
     if stats.accepted_length is not None and stats.accepted_length_papers is not None:

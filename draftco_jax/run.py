@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -236,7 +236,9 @@ def set_up(cfg: RunConfig) -> Run:
     graphs = publisher.rollout_graphs(models.policy, models.draft)
     engine = Engine(
         *graphs,
-        shape=engine_shape(cfg, task),
+        shape=replace(
+            engine_shape(cfg, task), record_experts=cfg.rollout.record_experts, verify_budget=cfg.verify_budget
+        ),
         sampling=cfg.rollout.sampling,
         draft_dtype=cfg.draft_compute.dtype,
     )

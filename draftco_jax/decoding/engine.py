@@ -4,7 +4,8 @@
     speculative   prefill, then rounds of propose (k drafts), verify (one target forward over k + 1 tokens), commit
 
 Requests of a batch advance by their own accepted lengths. Nothing is copied to roll back: caches continue from an
-earlier position (`models.kv_cache`). A request's tokens depend on its own key, prompt and weights only.
+earlier position (`models.kv_cache`). A request's tokens depend on its own key, prompt and weights only, unless a budget
+(`decoding.budget`) makes requests share what is verified.
 
 What proposes is a draft of any family (`drafts.base.Draft`): the loop knows its state by name only.
 
@@ -22,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from draftco_jax.decoding.budget import limit, round_uniforms
+from draftco_jax.decoding.experts import ExpertLog, log_step, open_log, recorded, touched_per_forward
 from draftco_jax.decoding.rejection import verify
 from draftco_jax.drafts.base import Context, Draft, Features, Shared
 from draftco_jax.models.compute import FloatName
@@ -43,12 +46,18 @@ class EngineShape:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int
+    record_experts: bool = False
+    """Keep the experts that each token was read with."""
+    verify_budget: int | None = None
+    """Drafts verified in one round over the whole batch (`decoding.budget`); None: all."""
 
     def __post_init__(self) -> None:
         """Refuse capacities that hold nothing."""
         for name in ("prompt_capacity", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1; give the longest length to be served")
+        if self.verify_budget is not None and self.verify_budget < 1:
+            raise ValueError(f"verify_budget={self.verify_budget} must be >= 1; use None to verify all drafts")
 
 
 class Request(NamedTuple):
@@ -83,20 +92,21 @@ def generate_plain(
     """Plain decoding: one target forward per token."""
     policy: Decoder = graphs[0].merge(weights[0])
     uniforms = _uniforms(request, shape, 0)
-    logits, _, cache = _prefill(policy, request, shape, 0, ())
+    logits, _, cache, log = _prefill(policy, request, shape, 0, ())
     newest, out = _first_token(logits, uniforms, request, shape, sampling, 0)
 
     def running(carry: tuple) -> Bool[Array, ""]:
         return ~jnp.all(_done(carry[2], shape))
 
     def body(carry: tuple) -> tuple:
-        newest, cache, out, step = carry
-        position = request.prompt_lengths + out.count - 1
-        hidden, _, cache, _ = policy.step(newest[:, None], position, cache, tap_layers=())
+        newest, cache, out, step, log = carry
+        position, live = request.prompt_lengths + out.count - 1, ~_done(out, shape)
+        active = live[:, None]
+        hidden, _, cache, ids = policy.step(newest[:, None], position, cache, tap_layers=(), active=active)
+        log = log_step(log, ids, position, active, policy.cfg.mixture)
         laws = log_law(policy.logits(hidden[:, 0]), sampling)
         uniform = slice_rows(uniforms, position + 1, 1)[:, 0, COMMIT]
         newest = draw(jnp.exp(laws), uniform)
-        live = ~_done(out, shape)
         out = _Output(
             # Every live row writes the same column; finished rows write past their count.
             tokens=jax.lax.dynamic_update_slice(out.tokens, newest[:, None], (0, step)),
@@ -104,10 +114,10 @@ def generate_plain(
             count=out.count + live.astype(jnp.int32),
             stopped=out.stopped | (live & _is_stop(newest, shape)),
         )
-        return newest, cache, out, step + 1
+        return newest, cache, out, step + 1, log
 
-    out = jax.lax.while_loop(running, body, (newest, cache, out, jnp.int32(1)))[2]
-    return _assemble(request, out, _no_stats(out, 0), shape)
+    _, _, out, _, log = jax.lax.while_loop(running, body, (newest, cache, out, jnp.int32(1), log))
+    return _assemble(request, out, _no_stats(out, 0), log, shape)
 
 
 def generate_speculative(
@@ -120,7 +130,7 @@ def generate_speculative(
     shared, k = Shared(policy.embed_tokens[...].astype(draft_dtype), policy.head_kernel()), draft_length
     taps_of = draft.cfg.tap_layers
     uniforms = _uniforms(request, shape, k)
-    logits, prompt, cache = _prefill(policy, request, shape, k, taps_of)
+    logits, prompt, cache, log = _prefill(policy, request, shape, k, taps_of)
     newest, out = _first_token(logits, uniforms, request, shape, sampling, k)
     state = draft.empty_state(newest.shape[0], _capacity(shape, k), request.context)
     state = draft.absorb(state, _prompt_features(request, prompt, newest).astype(draft_dtype), shared)
@@ -130,12 +140,21 @@ def generate_speculative(
         return ~jnp.all(_done(carry[3], shape))
 
     def body(carry: tuple) -> tuple:
-        newest, state, cache, out, stats = carry
+        newest, state, cache, out, stats, log = carry
         anchor = request.prompt_lengths + out.count - 1  # position of the newest committed token
-        ahead = slice_rows(uniforms, anchor + 1, k + 1)
-        (drafts, q, proposed), state = draft.propose(state, newest, anchor, ahead[:, :k, PROPOSE], sampling, shared)
+        if shape.verify_budget is None:
+            ahead = slice_rows(uniforms, anchor + 1, k + 1)
+        else:
+            ahead = round_uniforms(request.keys, stats.rounds, k + 1)
+        proposal, state = draft.propose(state, newest, anchor, ahead[:, :k, PROPOSE], sampling, shared)
+        live = ~_done(out, shape)
+        if shape.verify_budget is not None:
+            proposal = limit(proposal, live, shape.verify_budget)
+        drafts, q, proposed = proposal
         block = jnp.concatenate([newest[:, None], drafts], axis=1)
-        hidden, taps, cache, _ = policy.step(block, anchor, cache, tap_layers=taps_of)
+        active = live[:, None] & (jnp.arange(k + 1)[None, :] <= proposed[:, None])
+        hidden, taps, cache, ids = policy.step(block, anchor, cache, tap_layers=taps_of, active=active)
+        log = log_step(log, ids, anchor, active, policy.cfg.mixture)
         laws = log_law(policy.logits(hidden), sampling)
         accepted, final = verify(jnp.exp(laws), q, drafts, ahead[:, :k, ACCEPT], ahead[:, :, COMMIT])
         tokens = _committed_tokens(drafts, accepted, final)
@@ -144,10 +163,10 @@ def generate_speculative(
         # The draft reads the TRUE target features of the verified indices, over whatever it guessed there.
         features = Features(block, tokens, taps, hidden, anchor, last).astype(draft_dtype)
         state = draft.absorb(state, features, shared)
-        return jnp.where(count > 0, pick(tokens, last), newest), state, cache, out, stats
+        return jnp.where(count > 0, pick(tokens, last), newest), state, cache, out, stats, log
 
-    *_, out, stats = jax.lax.while_loop(running, body, (newest, state, cache, out, stats))
-    return _assemble(request, out, stats, shape)
+    *_, out, stats, log = jax.lax.while_loop(running, body, (newest, state, cache, out, stats, log))
+    return _assemble(request, out, stats, log, shape)
 
 
 class _Prompt(NamedTuple):
@@ -164,18 +183,20 @@ def _no_stats(out: _Output, k: int) -> _Stats:
 
 def _prefill(
     policy: Decoder, request: Request, shape: EngineShape, lookahead: int, tap_layers: tuple[int, ...]
-) -> tuple[Float[Array, "B V"], _Prompt, Cache]:
+) -> tuple[Float[Array, "B V"], _Prompt, Cache, ExpertLog | None]:
     """Run the padded prompts; logits at each prompt's last token, taps and states everywhere, caches filled.
 
     Capacity covers the last token a request may commit and a full block of drafts after it, so no write is clamped.
     """
-    batch = request.prompts.shape[0]
-    cache = policy.empty_cache(batch, _capacity(shape, lookahead), lookahead)
+    batch, capacity, lengths = request.prompts.shape[0], _capacity(shape, lookahead), request.prompt_lengths
+    cache = policy.empty_cache(batch, capacity, lookahead)
     start = jnp.zeros((batch,), jnp.int32)
-    hidden, taps, cache, _ = policy.step(
-        request.prompts, start, cache, tap_layers=tap_layers, lengths=request.prompt_lengths
+    active = jnp.arange(shape.prompt_capacity)[None, :] < lengths[:, None]
+    hidden, taps, cache, ids = policy.step(
+        request.prompts, start, cache, tap_layers=tap_layers, lengths=lengths, active=active
     )
-    return policy.logits(row_at(hidden, request.prompt_lengths - 1)), _Prompt(taps, hidden), cache
+    log = open_log(ids, policy.cfg.mixture, capacity, record=shape.record_experts)
+    return policy.logits(row_at(hidden, lengths - 1)), _Prompt(taps, hidden), cache, log
 
 
 def _first_token(
@@ -249,7 +270,7 @@ def _commit(
     return out, stats, count
 
 
-def _assemble(request: Request, out: _Output, stats: _Stats, shape: EngineShape) -> Rollouts:
+def _assemble(request: Request, out: _Output, stats: _Stats, log: ExpertLog | None, shape: EngineShape) -> Rollouts:
     """Lay prompt and response into one padded row."""
     width = shape.prompt_capacity + shape.max_new_tokens
     slots = jnp.arange(width)[None, :]
@@ -261,16 +282,19 @@ def _assemble(request: Request, out: _Output, stats: _Stats, shape: EngineShape)
     response = jnp.take_along_axis(out.tokens, index, axis=1)
     tokens = jnp.where(in_prompt, prompt, jnp.where(in_response, response, shape.pad_id))
     logprobs = jnp.where(in_response, jnp.take_along_axis(out.logprobs, index, axis=1), 0.0)
+    lengths = request.prompt_lengths + out.count
     return Rollouts(
         tokens=tokens,
         prompt_lengths=request.prompt_lengths,
-        lengths=request.prompt_lengths + out.count,
+        lengths=lengths,
         logprobs=logprobs,
         finished=out.stopped,
         rounds=stats.rounds,
         committed=stats.committed,
         accepted=stats.accepted,
         proposed=stats.proposed,
+        experts=recorded(log, lengths, width),
+        experts_touched=touched_per_forward(log, lengths.shape[0]),
     )
 
 

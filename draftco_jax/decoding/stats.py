@@ -19,6 +19,7 @@ class SpeculationStats(NamedTuple):
     committed: int
     accepted: tuple[int, ...]  # per drafted position
     proposed: int
+    experts_touched: float | None = None  # different experts in use in a decoding forward, mean over layers
 
     @property
     def accepted_length(self) -> float | None:
@@ -49,4 +50,12 @@ def speculation_stats(rollouts: Rollouts) -> SpeculationStats:
         committed=int(np.asarray(rollouts.committed).sum()),
         accepted=tuple(int(a) for a in accepted),
         proposed=int(np.asarray(rollouts.proposed).sum()),
+        experts_touched=_touched(rollouts),
     )
+
+
+def _touched(rollouts: Rollouts) -> float | None:
+    """None for a policy without experts, and where nothing was decoded after the prefill."""
+    if rollouts.experts_touched is None or not rollouts.experts_touched.size:
+        return None
+    return float(np.asarray(rollouts.experts_touched)[0]) or None

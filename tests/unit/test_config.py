@@ -52,6 +52,16 @@ REFUSED = [
     (lambda: make(steps=0), "steps=0 must be >= 1"),
     (lambda: make(draft_length=0), "draft_length=0 must be >= 1; use speculation=off"),
     (lambda: make(chunk_tokens=0), "chunk_tokens=0 must be >= 1"),
+    (lambda: make(verify_budget=0), "verify_budget=0 must be >= 1; use none to verify all drafts"),
+    (
+        lambda: make(rollout=RolloutConfig(prompts_per_step=4, samples_per_prompt=4, record_experts=True)),
+        "rollout.record_experts=True must be False with policy=Qwen3Config, which has no experts",
+    ),
+    (
+        lambda: make(algorithm=GrpoConfig(router_balance_coefficient=0.01)),
+        "algorithm.router_balance_coefficient=0.01 must be 0.0 with policy=Qwen3Config, which has no experts",
+    ),
+    (lambda: GrpoConfig(router_balance_coefficient=-1.0), "router_balance_coefficient=-1.0 must be >= 0"),
     (lambda: make(draft_loss_weight=-0.5), "draft_loss_weight=-0.5 must be >= 0; 0 leaves the draft untrained"),
     (lambda: make(rollout=ONE_SAMPLE), "samples_per_prompt=1 must be >= 2 with algorithm.std_normalise=True"),
     (
