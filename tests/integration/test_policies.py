@@ -48,6 +48,9 @@ def test_a_family_trains_with_its_draft(family, small_options, tmp_path):
         policy_optimizer=dataclasses.replace(base.policy_optimizer, learning_rate=1e-2, weight_decay=0.01),
         draft=Eagle3Config.for_target(policy, passes=2),
         draft_checkpoint=None,
+        # What only mixtures have is switched on for all: others have nothing to record, and any draft can be budgeted.
+        rollout=dataclasses.replace(base.rollout, record_experts=policy.mixture is not None),
+        verify_budget=24,
     )
     dc.train(config, tmp_path / "run")
     lines = read_metrics(tmp_path / "run")
@@ -55,6 +58,10 @@ def test_a_family_trains_with_its_draft(family, small_options, tmp_path):
     # Generator and trainer are one function: caches, rollback and packing leave rounding, whatever the mixer.
     assert max(line["agreement/logprob_diff_max"] for line in lines[1:]) < 1e-4
     assert all(line["rollout/accepted_length"] >= 1 for line in lines[1:])
+    if policy.mixture is not None:
+        # At one set of weights both choose alike, but for a tie of float32.
+        assert all(line["experts/replay_changed_fraction"] < 1e-3 for line in lines[1:])
+        assert all(1 <= line["rollout/experts_touched_per_forward"] <= 4 for line in lines[1:])
     convert(tmp_path / "run", tmp_path / "out")
     cfg, params = load_policy(tmp_path / "out" / "policy")
     assert cfg == policy and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
