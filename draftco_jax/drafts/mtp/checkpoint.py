@@ -7,9 +7,10 @@
 | mimo | model.mtp_layers.0. | token_layernorm, hidden_layernorm | input_proj | final_layernorm |
 
 Only these tensors are read, so the folder may be that of the policy. Copies of embedding and head are left aside: the
-live ones are used. One dense layer is supported; latent attention, mixtures of experts, biases and several heads are
-refused by name. The heads of Qwen3.5's and Nemotron-3.5's mixture-of-experts policies are mixtures themselves, so they
-are refused. The style decides what a head computes, so names that do not tell it need `mtp_style` in config.json.
+live ones are used. The body is one dense layer or, under `mtp.`, blocks of a policy family (`policy_layer`), such as
+those of Qwen3.5-MoE. Latent attention, other mixtures of experts, biases and several heads are refused by name, and so
+are Nemotron-3.5's heads. The style decides what a head computes, so names that do not tell it need `mtp_style` in
+config.json.
 
 Written are the `mtp.` names, ready to be laid beside a policy's, with `mtp_style` in a config.json of the head alone.
 """
@@ -38,11 +39,17 @@ from draftco_jax.drafts.files import (
     write_draft,
 )
 from draftco_jax.drafts.mtp.config import MtpConfig
+from draftco_jax.drafts.mtp.policy_layer import (
+    PREFIX,
+    has_policy_layer,
+    load_with_policy_layer,
+    written_settings,
+    written_tensors,
+)
 from draftco_jax.errors import UserError
 from draftco_jax.models.functional import ModelGraph, Params, abstract_params, graph_of
 from draftco_jax.models.hf_weights import from_tensors, to_tensors
 
-PREFIX = "mtp."
 _CLASS = "Qwen3_5MTP"
 _STYLES = get_args(get_type_hints(MtpConfig)["style"])
 _QWEN_TYPES = ("qwen3_5", "qwen3_next")
@@ -65,12 +72,16 @@ class _Naming(NamedTuple):
     prefix: str
     names: dict[str, str]  # published -> canonical, below the prefix; the rest is the layer
     style: str | None
+    policy_layer: bool = False
 
 
 def save_mtp(folder: Path, cfg: MtpConfig, graph: ModelGraph, params: Params, shared: Shared | None = None) -> None:
     """Write a head under `mtp.` names. `shared` is not written: the head has no copies of the policy's tables."""
     del graph, shared
-    config = sizes_of(cfg, "style", "attention_output_gate", "rotary_fraction", "rope_theta") | {
+    if cfg.layer is not None:
+        write_draft(folder, written_settings(cfg, cfg.layer), written_tensors(cfg.layer, params))
+        return
+    config = sizes_of(cfg, "style", "layer", "attention_output_gate", "rotary_fraction", "rope_theta") | {
         "architectures": [_CLASS],
         "model_type": "qwen3_5_mtp",
         "mtp_num_hidden_layers": 1,
@@ -90,6 +101,9 @@ def load_mtp(folder: Path, training: MtpConfig | None = None) -> tuple[MtpConfig
     """Read the head of a folder; `training` says how it is to be trained, and supplies what the file does not say."""
     outer = read_settings(folder)
     settings, naming = _inner(outer), _find(folder, outer)
+    if naming.policy_layer:
+        assert naming.style is not None, "refused where it is not known"
+        return load_with_policy_layer(folder, settings, naming.style, training)
     tensors = _canonical(read_draft_tensors(folder, lambda name: name.startswith(naming.prefix)), naming, str(folder))
     values = _values(settings, tensors, naming, training)
     extra = ("rotary_fraction",) if naming.style == "qwen3_5" else ()
@@ -119,16 +133,21 @@ def _find(folder: Path, outer: Settings) -> _Naming:
             f"model.mtp_layers.0., found: {seen}; give the checkpoint of a policy that has one"
         )
     naming = found[0]
+    of_head = {name for name in names if name.startswith(naming.prefix)}
+    policy_layer = naming.prefix == PREFIX and has_policy_layer(settings, of_head)
     further = {PREFIX: f"{PREFIX}layers.1.", "model.mtp_layers.0.": "model.mtp_layers.1."}
     next_head = further.get(naming.prefix) or f"model.layers.{(depth or 0) + 1}."
-    if any(name.startswith(next_head) for name in names):
+    several_blocks = settings.raw.get("mtp_layer") is not None  # of one head
+    if any(name.startswith(next_head) for name in names) and not several_blocks:
         raise UserError(f"{folder} holds several prediction heads ({next_head}*); supported: one head of one layer")
     if count not in (None, 1):
         raise outer.refusal(f"{' / '.join(_COUNTS)}={count} must be 1; supported: one head of one layer")
-    _refuse_other_bodies({name for name in names if name.startswith(naming.prefix)}, folder)
+    if not policy_layer:
+        _refuse_nemotron(settings)
+        _refuse_other_bodies(of_head, folder)
     if naming.style is None:
         raise _unknown_style(settings)
-    return naming
+    return naming._replace(policy_layer=policy_layer)
 
 
 def _namings(settings: Settings) -> tuple[_Naming, ...]:
@@ -159,23 +178,28 @@ def _namings(settings: Settings) -> tuple[_Naming, ...]:
 
 
 def _unknown_style(settings: Settings) -> UserError:
-    kind = settings.raw.get("model_type")
-    if kind == "nemotron_h":
-        return settings.refusal(
-            "prediction heads of model_type=nemotron_h are a block of attention and one of experts; supported: one "
-            "dense layer, so train a head of your own or another draft"
-        )
     return settings.refusal(
-        f"mtp.* tensors of model_type={kind} may follow any style; add mtp_style, one of {', '.join(_STYLES)}: it "
-        "decides the order of the fused pair, what is fed back and how norms are stored"
+        f"mtp.* tensors of model_type={settings.raw.get('model_type')} may follow any style; add mtp_style, one of "
+        f"{', '.join(_STYLES)}: it decides the order of the fused pair, what is fed back and how norms are stored"
     )
+
+
+def _refuse_nemotron(settings: Settings) -> None:
+    if settings.raw.get("model_type") == "nemotron_h":
+        raise settings.refusal(
+            "prediction heads of model_type=nemotron_h are a block of attention and one of experts, whose tensor names "
+            "and conventions no source known here states; train a head of such blocks, "
+            "MtpConfig.for_target(policy, like_policy=True), or another draft"
+        )
 
 
 def _refuse_other_bodies(names: set[str], source: Path) -> None:
     for part, what in _REFUSED.items():
         culprit = next((name for name in sorted(names) if part in name), None)
         if culprit:
-            raise UserError(f"{source}: {culprit} belongs to a head with {what}; supported: one dense layer")
+            raise UserError(
+                f"{source}: {culprit} belongs to a head with {what}; supported: one dense layer or Qwen3.5-MoE's"
+            )
 
 
 def _style(settings: Settings) -> str | None:

@@ -4,7 +4,7 @@ Use k = 0, 1, ... at index t (the newest token whose hidden state exists) reads 
 
     x   = fc [ norm(E(x_{t+1+k})) ; norm(h) ]      h = the policy's final-normed state at t in use 0, own output after
     y   = x + attention(norm(x))
-    z   = y + mlp(norm(y))
+    z   = y + mlp(norm(y))                         or the blocks of a policy family, such as experts for the mlp
     law = softmax(head norm(z))                    of token x_{t+2+k}; embedding E and head are the policy's live ones
 
 Fed back is norm(z) or z, fc reads [e ; h] or [h ; e], norms multiply by 1 + w or w, all by `MtpConfig.style`.
@@ -15,6 +15,7 @@ Letters: B rows of a batch (R in training), T tokens, D width, N heads, K key-va
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -24,80 +25,61 @@ from jaxtyping import Array, Float, Float32, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.drafts.base import Context, Features, Proposal, Shared
-from draftco_jax.drafts.chain_attention import ChainAttention
+from draftco_jax.drafts.mtp.chain import chain_rows
 from draftco_jax.drafts.mtp.config import MtpConfig
-from draftco_jax.models.attention import attend
-from draftco_jax.models.kv_cache import Cache, LayerCache, visible_slots, write
-from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, rotary_angles, rotate
+from draftco_jax.models.block import Block
+from draftco_jax.models.calls import CachedCall, PackedCall
+from draftco_jax.models.full_attention import AttentionSpec, FullAttention
+from draftco_jax.models.kv_cache import Cache, visible_slots
+from draftco_jax.models.layers import GatedMLP, Linear, RMSNorm, rotary_angles
 from draftco_jax.numerics.rows import row_at
 from draftco_jax.numerics.sampling import SamplingConfig, draw, law
 
 
-def norm_of(cfg: MtpConfig, width: int, rngs: nnx.Rngs, axis: str = "embed") -> RMSNorm:
-    """A norm whose weight is stored as the style stores it; freshly drawn it multiplies by 1 either way."""
-    rule = "offset" if cfg.norms_store_offset else "cast_first"
-    return RMSNorm(width, eps=cfg.rms_norm_eps, rngs=rngs, axis=axis, rule=rule)
+def norm_of(cfg: MtpConfig, rngs: nnx.Rngs) -> RMSNorm:
+    """A norm of the residual stream, its weight stored as the head's are; freshly drawn it multiplies by 1."""
+    return RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, rngs=rngs, rule=cfg.norm_rule)
 
 
-class Heads(NamedTuple):
-    """Projections of one layer input: rotated queries and keys, values, gate."""
-
-    q: jax.Array  # [B, T, N, H]
-    k: jax.Array  # [B, T, K, H]
-    v: jax.Array  # [B, T, K, H]
-    gate: jax.Array | None  # [B, T, N, H] before the sigmoid; None without a gate
-
-
-class MtpAttention(nnx.Module):
-    """Grouped-query attention with per-head norms of queries and keys, optionally gated, rotated in part."""
-
-    def __init__(self, cfg: MtpConfig, *, rngs: nnx.Rngs) -> None:
-        self.heads, self.kv_heads, self.width = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-        self.gated, self.rotary_width = cfg.attention_output_gate, cfg.rotary_width
-        q, kv = self.heads * self.width, self.kv_heads * self.width
-        self.qkv = LinearGroup(
-            cfg.hidden_size,
-            {"q_proj": 2 * q if self.gated else q, "k_proj": kv, "v_proj": kv},
-            {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"},
-            rngs=rngs,
-        )
-        self.o_proj = Linear((q, cfg.hidden_size), ("heads", "embed"), rngs=rngs)
-        self.q_norm = norm_of(cfg, self.width, rngs, axis="head_dim")
-        self.k_norm = norm_of(cfg, self.width, rngs, axis="head_dim")
-
-    def project(self, x: Float[Array, "B T D"], angles: tuple[Array, Array]) -> Heads:
-        """Queries, keys, values and the gate of each head, which stands behind its query in q_proj's output."""
-        q, k, v = self.qkv(x)
-        q = q.reshape(*x.shape[:2], self.heads, -1)
-        k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.width) for y in (k, v))
-        gate = q[..., self.width :] if self.gated else None
-        q = rotate(self.q_norm(q[..., : self.width]), angles)
-        return Heads(q, rotate(self.k_norm(k), angles), v, gate)
-
-    def output(self, heads: Float[Array, "B T N H"], gate: Array | None) -> Float[Array, "B T D"]:
-        """Gate and merge the heads."""
-        if gate is not None:
-            heads = heads * jax.nn.sigmoid(gate)
-        return self.o_proj(heads.reshape(*heads.shape[:2], -1))
+def dense_block(cfg: MtpConfig, rngs: nnx.Rngs) -> Block:
+    """The layer of a head without a policy's blocks: attention with norms of each head, gated or not, and SwiGLU."""
+    # Drawn in the order of the tensors, which fixes what a seed gives.
+    before = norm_of(cfg, rngs)
+    attention = FullAttention(
+        AttentionSpec(
+            hidden_size=cfg.hidden_size,
+            heads=cfg.num_attention_heads,
+            kv_heads=cfg.num_key_value_heads,
+            head_dim=cfg.head_dim,
+            eps=cfg.rms_norm_eps,
+            qk_norm=cfg.norm_rule,
+            gated=cfg.attention_output_gate,
+        ),
+        rngs=rngs,
+    )
+    after = norm_of(cfg, rngs)
+    mlp = GatedMLP(cfg.hidden_size, cfg.intermediate_size, rngs=rngs)
+    norms = iter((before, after))
+    return Block(
+        mixer=("input_layernorm", "self_attn", attention),
+        ffn=("post_attention_layernorm", "mlp", mlp),
+        norm=lambda: next(norms),
+    )
 
 
-class MtpLayer(nnx.Module):
-    """The one decoder layer."""
+def blocks_of(cfg: MtpConfig, rngs: nnx.Rngs) -> list[Block]:
+    """The body: the dense layer, or the policy family's blocks."""
+    if cfg.layer is None:
+        return [dense_block(cfg, rngs)]
+    return [cfg.layer.block(index, rngs) for index in range(cfg.layer.num_hidden_layers)]
 
-    def __init__(self, cfg: MtpConfig, *, rngs: nnx.Rngs) -> None:
-        self.input_layernorm = norm_of(cfg, cfg.hidden_size, rngs)
-        self.self_attn = MtpAttention(cfg, rngs=rngs)
-        self.post_attention_layernorm = norm_of(cfg, cfg.hidden_size, rngs)
-        self.mlp = GatedMLP(cfg.hidden_size, cfg.intermediate_size, rngs=rngs)
 
-    def project(self, x: Float[Array, "B T D"], angles: tuple[Array, Array]) -> Heads:
-        """What attention reads of the normed input."""
-        return self.self_attn.project(self.input_layernorm(x), angles)
-
-    def finish(self, x: Array, heads: Array, gate: Array | None) -> Float[Array, "B T D"]:
-        """Residuals and MLP."""
-        y = x + self.self_attn.output(heads, gate)
-        return y + self.mlp(self.post_attention_layernorm(y))
+def angles_of(cfg: MtpConfig, positions: Int[Array, "R T"]) -> tuple[Array, Array] | None:
+    """cos and sin of every position; None where the policy's attention has no positions."""
+    if cfg.layer is None:
+        return rotary_angles(positions, cfg.rotary_width, cfg.rope_theta)
+    rotary = cfg.layer.rotary
+    return None if rotary is None else rotary.angles(positions)
 
 
 class MtpState(NamedTuple):
@@ -112,11 +94,11 @@ class Mtp(nnx.Module):
 
     def __init__(self, cfg: MtpConfig, *, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
-        self.pre_fc_norm_embedding = norm_of(cfg, cfg.hidden_size, rngs)
-        self.pre_fc_norm_hidden = norm_of(cfg, cfg.hidden_size, rngs)
+        self.pre_fc_norm_embedding = norm_of(cfg, rngs)
+        self.pre_fc_norm_hidden = norm_of(cfg, rngs)
         self.fc = Linear((2 * cfg.hidden_size, cfg.hidden_size), ("taps", "embed"), rngs=rngs)
-        self.layers = nnx.List([MtpLayer(cfg, rngs=rngs)])
-        self.norm = norm_of(cfg, cfg.hidden_size, rngs)
+        self.layers = nnx.List(blocks_of(cfg, rngs))
+        self.norm = norm_of(cfg, rngs)
 
     def combine(
         self, embeds: Float[Array, "B T D"], hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
@@ -142,10 +124,10 @@ class Mtp(nnx.Module):
     def empty_state(self, batch: int, capacity: int, context: Context) -> MtpState:
         """An empty cache; history and siblings are not looked at."""
         cfg, dtype = self.cfg, self.fc.kernel[...].dtype
-        zeros = jnp.zeros((batch, cfg.num_key_value_heads, capacity, cfg.head_dim), dtype)
-        cos, sin = rotary_angles(jnp.arange(capacity)[None], cfg.rotary_width, cfg.rope_theta)
-        cache = Cache((LayerCache(zeros, zeros),), cos[0, :, 0], sin[0, :, 0])
-        return MtpState(cache, jnp.zeros((batch, cfg.hidden_size), dtype))
+        states = tuple(block.empty_state(batch, capacity, 0, dtype) for block in self.layers)
+        angles = angles_of(cfg, jnp.arange(capacity)[None])
+        cos, sin = (jnp.zeros((capacity, 0)),) * 2 if angles is None else (table[0, :, 0] for table in angles)
+        return MtpState(Cache(states, cos, sin), jnp.zeros((batch, cfg.hidden_size), dtype))
 
     def absorb(self, state: MtpState, features: Features, shared: Shared) -> MtpState:
         """One pass over the verified indices, from the policy's own hidden states: guesses there are overwritten."""
@@ -181,12 +163,14 @@ class Mtp(nnx.Module):
         self, embeds: Float[Array, "B T D"], hidden: Float[Array, "B T D"], start: Int[Array, " B"], cache: Cache
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Outputs z at T consecutive indices: `embeds` of the tokens AFTER each index, `hidden` at it."""
-        count, layer = embeds.shape[1], self.layers[0]
-        x = self.combine(embeds, hidden, start[:, None] + jnp.arange(count, dtype=start.dtype)[None, :])
-        q, k, v, gate = layer.project(x, cache.angles_at(start, count))
-        written = write(cache.layers[0], k, v, start)
-        heads = attend(q, written.keys, written.values, visible_slots(cache.capacity, start, count))
-        return layer.finish(x, heads, gate), cache._replace(layers=(written,))
+        count, states = embeds.shape[1], []
+        z = self.combine(embeds, hidden, start[:, None] + jnp.arange(count, dtype=start.dtype)[None, :])
+        angles = cache.angles_at(start, count) if cache.cos.shape[1] else None
+        call = CachedCall(start, angles, visible_slots(cache.capacity, start, count))
+        for block, state in zip(self.layers, cache.layers, strict=True):
+            z, state, _ = block.step(z, state, call)
+            states.append(state)
+        return z, cache._replace(layers=tuple(states))
 
     # ---- training ----
 
@@ -205,16 +189,14 @@ class Mtp(nnx.Module):
                 steps from t has in its cache.
         step    query (t, k) sees the keys (s, k), s <= t in its document; all steps stand at position t.
         """
-        cfg, layer = self.cfg, self.layers[0]
-        chain, outputs = cfg.attention_pattern == "chain", []
-        attention = ChainAttention(segment_ids, positions, packed, reads=len(embeds)) if chain else None
-        seen = packed.causal(segment_ids, positions)
+        chain, outputs = self.cfg.attention_pattern == "chain", []
+        whole = replace(packed, tensor_axis=None, expert_axis=None)  # a draft is whole on every rank
+        rows = [chain_rows(whole, segment_ids, reads=len(embeds)) if chain else whole for _ in self.layers]
         for k, embed in enumerate(embeds):
             at = positions + k if chain else positions
-            x = self.combine(embed, hidden, at)
-            q, key, value, gate = layer.project(x, rotary_angles(at, cfg.rotary_width, cfg.rope_theta))
-            heads = attention(q, key, value) if attention else packed.attention(q, key, value, seen)
-            z = layer.finish(x, heads, gate)
+            z, angles = self.combine(embed, hidden, at), angles_of(self.cfg, at)
+            for block, own in zip(self.layers, rows, strict=True):
+                z, _ = block(z, PackedCall(positions, segment_ids, angles, own))
             outputs.append(z)
             hidden = self.fed_back(z)
         return outputs

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 from draftco_jax.context_parallel import PackedRows
+from draftco_jax.drafts.base import sizes_from
 from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.drafts.eagle3.config import Eagle3Config
@@ -22,6 +23,7 @@ from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.errors import UserError
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.functional import initialise
+from draftco_jax.models.gpt_oss import GptOssConfig
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.training.objective import GrpoConfig, ObjectiveSpec
@@ -43,6 +45,14 @@ DRAFTS = {
     ),
     "dspark": DSparkConfig.for_target(POLICY, **BLOCK, markov_rank=4),
     "mtp": MtpConfig.for_target(POLICY, steps=3, loss=BY_DOCUMENT),
+    "mtp of sinks and experts": MtpConfig.for_target(
+        POLICY,
+        steps=3,
+        loss=BY_DOCUMENT,
+        layer=dataclasses.replace(
+            GptOssConfig.tiny(), **sizes_from(POLICY), num_hidden_layers=1, layer_types=("full_attention",)
+        ),
+    ),
 }
 # float32 sums in another order, relative to the largest entry of a gradient; measured 2e-7 to 1e-6.
 CLOSE = 4e-6

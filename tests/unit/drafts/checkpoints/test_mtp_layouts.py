@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from draftco_jax.drafts.catalog import FAMILIES
 from draftco_jax.drafts.mtp.checkpoint import load_mtp, save_mtp
 from draftco_jax.drafts.mtp.config import MtpConfig
+from draftco_jax.drafts.recognise import draft_family_in
 from draftco_jax.models.functional import abstract_params, graph_of
 from draftco_jax.models.hf_weights import to_tensors
+from draftco_jax.models.qwen3_5_moe import Qwen35MoeConfig
 
 SIZES = {
     "vocab_size": 19,
@@ -154,6 +157,7 @@ def test_heads_of_another_kind_are_refused(style, change, pattern, heads, write_
         ({"model_type": "nemotron_h"}, "heads of model_type=nemotron_h are a block of attention and one of experts"),
         ({"mtp_num_hidden_layers": 2}, "num_nextn_predict_layers=2 must be 1"),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers=0 must be 1"),
+        ({"mtp_layer": "sparse"}, "mtp_layer='sparse' must be 'policy' or left out"),
         ({"mtp_style": "other"}, "mtp_style='other' must be one of"),
         ({"rope_parameters": {"rope_theta": 1e7}}, r"\['rotary_fraction'\] missing.*0.25"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, r"\['rope_theta'\] missing"),
@@ -183,8 +187,8 @@ def test_a_policy_saved_without_the_head_that_its_config_counts_is_refused(write
 
 def test_the_style_is_not_asked_for_where_the_body_is_refused_anyway(heads, write_files, refused, tmp_path):
     config = config_of("qwen3_5")
-    config["text_config"] |= {"model_type": "nemotron_h", "num_nextn_predict_layers": 1}
-    experts = {"mtp.layers.0.mixer.experts.0.up_proj.weight": np.ones((2, 2), np.float32)}
+    config["text_config"] |= {"model_type": "glm4", "num_nextn_predict_layers": 1}
+    experts = {"mtp.layers.0.mlp.experts.0.up_proj.weight": np.ones((2, 2), np.float32)}
     refused(
         load_mtp, write_files(tmp_path, config, published("qwen3_5", heads["qwen3_5"][1]) | experts), "a mixture of"
     )
@@ -200,6 +204,97 @@ def test_an_expected_config_supplies_the_width_of_heads(heads, write_files, tmp_
 
 def test_half_precision_is_written_as_it_is(heads, same_tree, tmp_path):
     cfg, params = heads["mimo"]
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    save_mtp(tmp_path, cfg, graph_of(cfg.build), half)
+    assert {str(t.dtype) for t in load_file(tmp_path / "model.safetensors").values()} == {"bfloat16"}
+    same_tree(load_mtp(tmp_path)[2], jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half))
+
+
+# ---- heads whose body is blocks of a policy family ----
+
+MOE = Qwen35MoeConfig.tiny()
+
+
+@pytest.fixture(scope="module")
+def expert_head():
+    """Config and weights of a Qwen3.5-MoE head."""
+    cfg, rng = MtpConfig.for_target(MOE, like_policy=True), np.random.default_rng(5)
+    return cfg, jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), abstract_params(cfg.build)
+    )
+
+
+@pytest.fixture
+def moe_folder(expert_head, write_files, tmp_path):
+    """A multimodal policy's folder as published, of which only the shard with the head is here.
+
+    Tensors to be added or left out, keyword changes of the text settings -> the folder.
+    """
+
+    def write(tensors=(), **changes):
+        cfg, params = expert_head
+        save_mtp(tmp_path / "own", cfg, graph_of(cfg.build), params)
+        own = json.loads((tmp_path / "own" / "config.json").read_text())
+        text = own | {"layer_types": MOE.layer_types, "num_hidden_layers": MOE.num_hidden_layers}
+        text = {name: value for name, value in text.items() if name not in ("mtp_style", "mtp_layer", "architectures")}
+        config = {"model_type": "qwen3_5_moe", "text_config": text | changes}
+        head = load_file(tmp_path / "own" / "model.safetensors") | dict(tensors)
+        folder = write_files(tmp_path / "policy", config, {})
+        (folder / "model.safetensors").unlink()
+        head = {name: tensor for name, tensor in head.items() if tensor is not None}
+        save_file(head, folder / "model-2.safetensors")
+        places = dict.fromkeys(head, "model-2.safetensors")
+        places["model.language_model.embed_tokens.weight"] = "model-1.safetensors"
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        return folder
+
+    return write
+
+
+def test_a_head_of_experts_is_read_out_of_a_policys_folder_of_which_only_its_shard_is_here(
+    moe_folder, expert_head, same_tree, tmp_path
+):
+    cfg, params = expert_head
+    found, graph, read = load_mtp(moe_folder({"mtp.embed_tokens.weight": np.zeros((32, 16), np.float32)}))
+    assert found == cfg
+    same_tree(read, params)
+    save_mtp(tmp_path / "again", found, graph, read)
+    written = tmp_path / "again"
+    for name in ("config.json", "model.safetensors"):
+        assert (written / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
+    said = json.loads((written / "config.json").read_text())
+    assert (said["architectures"], said["mtp_layer"], said["mtp_style"]) == (["Qwen3_5MoeMTP"], "policy", "qwen3_5")
+    assert "mtp.layers.0.mlp.experts.3.down_proj.weight" in load_file(written / "model.safetensors")
+    assert draft_family_in(written) is FAMILIES["mtp"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "pattern"),
+    [
+        ({"mtp.norm.weight": None}, {}, r"missing tensors mtp\.norm\.weight"),
+        (
+            {"mtp.layers.0.mlp.experts.3.up_proj.weight": None},
+            {},
+            r"missing tensors mtp\.layers\.0\.mlp\.experts\.3\.up",
+        ),
+        ({"mtp.layers.0.mlp.experts.4.up_proj.weight": np.ones((8, 16), np.float32)}, {}, "unexpected tensors"),
+        ({"mtp.fc.weight": np.ones((16, 31), np.float32)}, {}, r"mtp.fc.weight .*shape \(16, 31\)"),
+        (
+            {"mtp.fc.weight": np.full((16, 32), np.nan, np.float32)},
+            {},
+            "mtp.fc.weight holds a value that is not finite",
+        ),
+        ({"mtp.layers.1.mlp.gate.weight": np.ones((4, 16), np.float32)}, {}, "several prediction heads"),
+        ({}, {"mtp_num_hidden_layers": 2}, "=2 must be 1"),
+        ({}, {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+    ],
+)
+def test_a_head_of_experts_that_does_not_fit_is_refused(tensors, changes, pattern, moe_folder, refused):
+    refused(load_mtp, moe_folder(tensors, **changes), pattern)
+
+
+def test_a_head_of_experts_keeps_half_precision(expert_head, same_tree, tmp_path):
+    cfg, params = expert_head
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     save_mtp(tmp_path, cfg, graph_of(cfg.build), half)
     assert {str(t.dtype) for t in load_file(tmp_path / "model.safetensors").values()} == {"bfloat16"}

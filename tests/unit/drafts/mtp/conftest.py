@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,10 @@ from draftco_jax.drafts.base import Target
 from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.losses.draft import DraftLossConfig
 from draftco_jax.models.functional import ModelGraph, abstract_params, graph_of
+from draftco_jax.models.gpt_oss import GptOssConfig
+from draftco_jax.models.nemotron_h import NemotronHConfig
+from draftco_jax.models.qwen3_5_moe import Qwen35MoeConfig
+from draftco_jax.models.transformer import DecoderConfig
 from draftco_jax.types import PackedBatch
 
 VOCAB, WIDTH, ROWS, TOKENS = 13, 16, 5, 14
@@ -24,6 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
     "mimo-step": {"style": "mimo", "attention_pattern": "step", "step_decay": 1.0},
     "deepseek-step": {"style": "deepseek", "attention_pattern": "step", "loss": MIXED},
 }
+BODIES: dict[str, DecoderConfig] = {
+    "experts": Qwen35MoeConfig.tiny(),  # a gate, partial rotation, a shared expert, norms that add 1
+    "sinks": GptOssConfig.tiny(),  # sinks, biases, scaled rotation
+    "two-blocks": NemotronHConfig.tiny(),  # no rotation; attention and experts in blocks of their own
+}
+"""Policies whose blocks a head may be made of."""
 
 
 class Head(NamedTuple):
@@ -43,14 +54,19 @@ def config(**changes) -> MtpConfig:
     return MtpConfig(**(sizes | heads | changes))
 
 
-def make_head(**changes) -> Head:
+def head_like(body: str, **changes) -> MtpConfig:
+    """A head of the blocks of a policy, in the sizes of the documents."""
+    return MtpConfig.for_target(replace(BODIES[body], vocab_size=VOCAB), like_policy=True, **changes)
+
+
+def make_head(cfg: MtpConfig | None = None, **changes) -> Head:
     """Weights of such a size that attention is not flat, and norms that are not 1: a mistake in either shows."""
-    cfg, rng = config(**changes), np.random.default_rng(1)
-    centre = 0.0 if cfg.norms_store_offset else 1.0
+    cfg, rng = config(**changes) if cfg is None else cfg, np.random.default_rng(1)
+    centre = 0.0 if cfg.norm_rule == "offset" else 1.0
 
     def draw(leaf):
         noise = rng.normal(size=leaf.shape)
-        return jnp.asarray(centre + 0.3 * noise if leaf.ndim == 1 else noise * leaf.shape[0] ** -0.5, leaf.dtype)
+        return jnp.asarray(centre + 0.3 * noise if leaf.ndim == 1 else noise * leaf.shape[-2] ** -0.5, leaf.dtype)
 
     return Head(cfg, graph_of(cfg.build), jax.tree.map(draw, abstract_params(cfg.build)))
 
@@ -59,6 +75,18 @@ def make_head(**changes) -> Head:
 def head(request) -> Head:
     """Every style; the pattern of drafting and FastMTP's."""
     return make_head(**CASES[request.param])
+
+
+@pytest.fixture(scope="session", params=BODIES)
+def block_head(request) -> Head:
+    """Every kind of body that is not the dense layer."""
+    return make_head(head_like(request.param))
+
+
+@pytest.fixture(scope="session", params=[*CASES, *BODIES])
+def any_head(request) -> Head:
+    """All of them."""
+    return make_head(head_like(request.param)) if request.param in BODIES else make_head(**CASES[request.param])
 
 
 @pytest.fixture(scope="session")

@@ -22,14 +22,14 @@ SAMPLING = SamplingConfig(temperature=0.8)
 
 
 @pytest.fixture(scope="module")
-def unroll(head, lay_out):
+def unroll(any_head, lay_out):
     """(tokens, hidden, positions, segments) -> outputs z [steps, R, T, D]."""
     embedding = lay_out("packed")[1].embedding
 
     @jax.jit
     def run(tokens, hidden, positions, segments):
         embeds = [embedding[look_ahead(tokens, k + 1)] for k in range(STEPS)]
-        return jnp.stack(head.merge().unroll(embeds, hidden, positions, segments))
+        return jnp.stack(any_head.merge().unroll(embeds, hidden, positions, segments))
 
     return lambda *arrays: np.asarray(run(*arrays))
 
@@ -86,11 +86,11 @@ class Drafting:
 
 
 @pytest.fixture(scope="module")
-def drafting(head, lay_out):
-    return Drafting(head, lay_out("packed")[1])
+def drafting(any_head, lay_out):
+    return Drafting(any_head, lay_out("packed")[1])
 
 
-def test_drafting_equals_training(head, drafting, documents, unroll, lay_out):
+def test_drafting_equals_training(any_head, drafting, documents, unroll, lay_out):
     """The laws that tokens are drawn from are those of training at the same index of the text that goes on with them.
 
     Only with the pattern "chain": under "step" the first law is that of drafting, and the later ones are not.
@@ -108,14 +108,14 @@ def test_drafting_equals_training(head, drafting, documents, unroll, lay_out):
     outputs = unroll(*map(jnp.asarray, (tokens, hidden, positions, segments)))
     differences = np.zeros((K, len(documents)))
     for b, document in enumerate(documents):
-        logits = head.merge().norm(jnp.asarray(outputs[:, b, len(document.tokens) - 2])) @ target.head
+        logits = any_head.merge().norm(jnp.asarray(outputs[:, b, len(document.tokens) - 2])) @ target.head
         expected = np.asarray(jax.nn.softmax(logits / 0.8, axis=-1))
         differences[:, b] = np.abs(proposal.laws[b] - expected).max(axis=-1)
         for i in range(K):  # drawn by inversion from that very law
             cumulative = np.cumsum(proposal.laws[b, i])
             assert proposal.tokens[b, i] == np.argmax(cumulative > uniforms[b, i] * cumulative[-1])
     assert (np.asarray(proposal.count) == K).all()
-    chain = head.cfg.attention_pattern == "chain"
+    chain = any_head.cfg.attention_pattern == "chain"
     # Two orders of the same float32 sums; probabilities, so absolute. Measured 5e-7.
     assert differences[: K if chain else 1].max() < 2e-6
     assert chain or differences[1:].max(axis=1).min() > 1e-3
@@ -140,9 +140,9 @@ def places(segments, position):
 
 
 @pytest.mark.parametrize("changed", ["tokens", "hidden"])
-def test_nothing_leaks_from_later_places_or_other_documents(head, unroll, lay_out, changed):
+def test_nothing_leaks_from_later_places_or_other_documents(any_head, unroll, lay_out, changed):
     """Bitwise. Read at (t, k): tokens up to x_{t+1+k}, hidden states up to t, of the document of t."""
-    chain = head.cfg.attention_pattern == "chain"
+    chain = any_head.cfg.attention_pattern == "chain"
     batch, target = lay_out("packed")
     arrays = {"tokens": batch.tokens, "hidden": target.hidden, "p": batch.positions, "s": batch.segment_ids}
     before, segments, compared = unroll(*arrays.values()), np.asarray(batch.segment_ids), 0
@@ -162,25 +162,25 @@ def test_nothing_leaks_from_later_places_or_other_documents(head, unroll, lay_ou
                 elif position == reach:
                     # DeepSeek's layer never sees the embedding that is read at position 0.
                     first = int(batch.positions[row, t]) + (k if chain else 0) == 0
-                    unseen = head.cfg.zeroes_first_embedding and first and changed == "tokens"
+                    unseen = any_head.cfg.zeroes_first_embedding and first and changed == "tokens"
                     assert differs[k, row, t] != unseen, (row, position, k, t)
                 compared += 1
     assert compared > 300
 
 
-def test_in_bfloat16_the_state_keeps_its_types_and_laws_are_float32(head, lay_out):
+def test_in_bfloat16_the_state_keeps_its_types_and_laws_are_float32(any_head, lay_out):
     target = lay_out("packed")[1]
     half = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)  # noqa: E731
 
     def round_of(params, hidden, embedding, out):
-        draft, shared, none = head.merge(params), Shared(embedding, out), jnp.zeros((5, 0), jnp.int32)
+        draft, shared, none = any_head.merge(params), Shared(embedding, out), jnp.zeros((5, 0), jnp.int32)
         at, tokens = jnp.zeros(5, jnp.int32), jnp.zeros((5, BLOCK), jnp.int32)
         state = draft.empty_state(5, CAPACITY, Context(none, none))
         read = draft.absorb(state, Features(tokens, tokens, hidden[:, :, :0], hidden, at, at), shared)
         proposal, after = draft.propose(read, at, at + 1, jnp.zeros((5, K)), SAMPLING, shared)
         return state, read, after, proposal.laws
 
-    arrays = half((head.params, target.hidden[:, :BLOCK], target.embedding, target.head))
+    arrays = half((any_head.params, target.hidden[:, :BLOCK], target.embedding, target.head))
     *states, laws = jax.eval_shape(round_of, *arrays)
     types = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)] for state in states]
     assert types[0] == types[1] == types[2]
