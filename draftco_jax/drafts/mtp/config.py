@@ -115,7 +115,7 @@ class MtpConfig(DraftConfig):
     @classmethod
     def for_target(cls, target: DecoderConfig, *, like_policy: bool = False, **changes: Any) -> MtpConfig:
         """A head of the target's own sizes: a dense layer or, `like_policy`, a block of the target's own family."""
-        body = {"layer": one_layer_of(target)} if like_policy else {}
+        body: dict[str, Any] = {"layer": one_layer_of(target)} if like_policy else {}
         return cls(**(sizes_from(target) | body | changes))
 
     @property

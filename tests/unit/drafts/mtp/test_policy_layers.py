@@ -11,6 +11,7 @@ import pytest
 
 from draftco_jax.config import config_registry
 from draftco_jax.config_io import from_json, to_json
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.decoding.engine import Engine, EngineShape, Request, no_context, request_keys
 from draftco_jax.drafts.base import TrainingContext
 from draftco_jax.drafts.mtp.checkpoint import load_mtp, save_mtp
@@ -57,6 +58,19 @@ def test_packed_documents_equal_the_documents_alone_and_no_gradient_leaves_the_h
         chooses_only = "e_score_correction_bias" in jax.tree_util.keystr(path)
         assert chooses_only != bool(np.abs(leaf).max() > 1e-4), path
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(of_target))
+
+
+def test_a_head_is_whole_on_every_rank_of_axes_that_split_the_policys_weights(block_head, lay_out):
+    """Outside of any mesh: an axis that was asked for would be an error."""
+    batch, target = lay_out("packed")
+    split = PackedRows(row_axes=("data",), tensor_axis="tensor", expert_axis="data")
+
+    def run(packed):
+        embeds = [target.embedding[batch.tokens]] * 2
+        return block_head.merge().unroll(embeds, target.hidden, batch.positions, batch.segment_ids, packed)
+
+    found, whole = jax.jit(lambda: (run(split), run(WHOLE_ROWS)))()
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
 
 
 def test_greedy_texts_with_a_head_of_experts_are_those_of_plain_decoding():
