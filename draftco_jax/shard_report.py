@@ -47,7 +47,7 @@ COMPONENTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Which arrays are counted together, by a logical axis that they have; others are norms and gates."""
 REST = "norms and gates"
 
-SPREAD_EXPERTS: Rules = {**TRAIN, "expert": (MeshAxis.DATA, MeshAxis.CONTEXT, MeshAxis.TENSOR)}
+SPREAD_EXPERTS: Rules = {**TRAIN, "expert": (MeshAxis.DATA, MeshAxis.CONTEXT, MeshAxis.EXPERT, MeshAxis.TENSOR)}
 """Experts over all devices of a stage, as large mixtures are trained: whole experts on each, none of them cut."""
 
 
@@ -222,8 +222,10 @@ def report_of(name: str, axes: Sequence[str], dtype: FloatName = "bfloat16") -> 
     sizes = dict(known.sizes) if known is not None and not axes else {}
     for argument in axes:
         axis, equals, size = argument.partition("=")
-        if not (equals and axis in set(MeshAxis) and size.isdigit() and int(size) > 0):
+        if not (equals and axis in set(MeshAxis) and size.isdecimal() and int(size) > 0):
             raise UserError(f"{argument!r} must be AXIS=SIZE with an axis of {', '.join(map(str, MeshAxis))}")
+        if axis in sizes:
+            raise UserError(f"{argument!r}: {axis} must be given once; leave the other one out")
         sizes[axis] = int(size)
     cfg = load_config(FilePath(name)) if known is None else known.config()
     try:

@@ -35,7 +35,7 @@ def convert_run(run_dir: Path, raw: Mapping[str, Any], out: Path, wishes: Wishes
     found.notes.append(f"checkpoint of step {step}")
     if wishes.kind != "draft":
         folder, tokenizer = out / POLICY_FOLDER, build_task(cfg.task, cfg.seed).tokenizer
-        params, dtype = _cast(restored.state.policy, wishes)
+        params, dtype = _cast(restored.state.policy, wishes, found)
         write_policy(folder, cfg.policy, params, wishes.max_shard_bytes)
         carry_over({}, folder, dtype)
         write_tokenizer(folder, tokenizer)
@@ -43,8 +43,9 @@ def convert_run(run_dir: Path, raw: Mapping[str, Any], out: Path, wishes: Wishes
     if trained and wishes.kind != "policy":
         assert cfg.draft is not None and models.draft_graph is not None and restored.state.draft is not None
         _check_map(models, cfg, run_dir, restored)
-        folder, (params, _) = out / DRAFT_FOLDER, _cast(restored.state.draft, wishes)
+        folder, (params, dtype) = out / DRAFT_FOLDER, _cast(restored.state.draft, wishes, found)
         write_draft(folder, family_of(cfg.draft), cfg.draft, models.draft_graph, params, wishes.max_shard_bytes)
+        carry_over({}, folder, dtype)
         found.written["draft"] = folder
 
 
@@ -73,10 +74,12 @@ def _restore(cfg: RunConfig, run_dir: Path, step: int | None, trained: bool) -> 
         return models, (chosen, saved.restore(chosen, state, key))
 
 
-def _cast(params: Params, wishes: Wishes) -> tuple[Params, str]:
-    """In the dtype asked for, else in the run's own, or in float32 where it has several; and its name."""
-    own = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
-    name = wishes.dtype or (own.pop() if len(own) == 1 else "float32")
+def _cast(params: Params, wishes: Wishes, found: Converted) -> tuple[Params, str]:
+    """In the dtype asked for, else in the run's own, or float32 where it has several (which is said), and its name."""
+    own = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
+    name = wishes.dtype or (own[0] if len(own) == 1 else "float32")
+    if wishes.dtype is None and len(own) > 1:
+        found.notes.append(f"the run mixes {', '.join(own)}: written as float32; choose a dtype for less")
     return cast_tree(params, DTYPES[name]), name
 
 

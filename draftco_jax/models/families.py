@@ -61,7 +61,7 @@ class PolicyFamily:
 
 def rope_of(raw: Raw, path: Path, *, needed: bool = True) -> tuple[float | None, Scaling | None]:
     """theta and scaling, in the newer spelling (rope_parameters) and the older (rope_theta, rope_scaling)."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = _object(raw, "rope_parameters", path) or _object(raw, "rope_scaling", path)
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     if theta is None and needed:
         raise UserError(f"{path}: rope_theta is missing; add the value the policy was trained with")
@@ -81,6 +81,14 @@ def rope_of(raw: Raw, path: Path, *, needed: bool = True) -> tuple[float | None,
         raise UserError(
             f"{path}: rope scaling {rope} cannot be read ({error}); use the published config.json"
         ) from error
+
+
+def _object(raw: Raw, name: str, path: Path) -> Raw:
+    """A setting that holds settings; empty where it is absent or null."""
+    found = raw.get(name)
+    if not isinstance(found, dict | None):
+        raise UserError(f"{path}: {name}={found!r} must be an object of settings; use the published config.json")
+    return found or {}
 
 
 def plain_rope(raw: Raw, path: Path) -> Raw:
@@ -109,21 +117,23 @@ def _llama(raw: Raw, path: Path) -> Raw:
     head_dim = raw.get("head_dim") or raw.get("hidden_size", 0) // heads
     kv_heads = raw.get("num_key_value_heads") or heads
     changed = {"rope_theta": 1e4 if theta is None else theta, "rope_scaling": scaling}
-    return raw | changed | {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+    return {"rms_norm_eps": 1e-6} | raw | changed | {"head_dim": head_dim, "num_key_value_heads": kv_heads}
 
 
 def _qwen3_moe(raw: Raw, path: Path) -> Raw:
     _refuse(raw, path, decoder_sparse_step=1, mlp_only_layers=[])
     experts = raw.get("num_experts", raw.get("num_local_experts"))
-    return _qwen3(raw, path) | {"num_experts": experts}
+    # A file that does not say so leaves the weights as they are, in transformers; all published sizes do say so.
+    return {"norm_topk_prob": False} | _qwen3(raw, path) | {"num_experts": experts}
 
 
 def _qwen3_5_moe(raw: Raw, path: Path) -> Raw:
-    raw = raw | raw.get("text_config", {})
+    raw = raw | _object(raw, "text_config", path)
     _refuse(raw, path, attention_bias=False, hidden_act="silu", attn_output_gate=True)
-    rope = raw.get("rope_parameters") or {}
+    rope = _object(raw, "rope_parameters", path)
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
-    width = raw.get("intermediate_size", 4 * raw.get("hidden_size", 0))
+    hidden = raw.get("hidden_size")
+    width = raw.get("intermediate_size") or (4 * hidden if isinstance(hidden, int) else None)
     return plain_rope(raw, path) | {"partial_rotary_factor": partial, "intermediate_size": width}
 
 
@@ -144,10 +154,17 @@ def _nemotron_h(raw: Raw, path: Path) -> Raw:
     _refuse(raw, path, n_group=1, topk_group=1, mlp_hidden_act="relu2", moe_latent_size=None, use_conv_bias=True)
     _refuse(raw, path, attention_bias=False, mlp_bias=False, mamba_proj_bias=False, use_bias=False)
     pattern = raw.get("layers_block_type") or raw.get("hybrid_override_pattern")
-    if not pattern:
-        raise UserError(f"{path}: layers_block_type is missing; use the published config.json")
+    if not pattern or not isinstance(pattern, str | list) or not all(isinstance(kind, str) for kind in pattern):
+        raise UserError(
+            f"{path}: layers_block_type={pattern!r} must name the kind of each layer; use the published config.json"
+        )
     kinds = tuple(PATTERN.get(kind) or SPELLINGS.get(kind, kind) for kind in pattern)
-    limit = [_number(value) for value in raw.get("time_step_limit") or (0.0, math.inf)]
+    try:
+        limit = [_number(value) for value in raw.get("time_step_limit") or (0.0, math.inf)]
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{path}: time_step_limit={raw['time_step_limit']!r} must be two numbers; use the published config.json"
+        ) from error
     return raw | {
         "block_types": kinds,
         "num_hidden_layers": len(kinds),

@@ -38,6 +38,8 @@ class GptOssConfig(DecoderConfig):
         """Refuse patterns that do not fit the layers."""
         super().__post_init__()
         check_layer_types(self.layer_types, self.num_hidden_layers, ("sliding_attention", "full_attention"))
+        if self.sliding_window < 1:
+            raise ValueError(f"sliding_window={self.sliding_window} must be >= 1, a token sees itself; GPT-OSS has 128")
 
     @property
     def rotary(self) -> Rotary:

@@ -50,6 +50,7 @@ class NemotronHConfig(DecoderConfig):
         """Refuse patterns that do not fit the blocks."""
         super().__post_init__()
         check_layer_types(self.block_types, self.num_hidden_layers, tuple(PATTERN.values()))
+        _ = self.mamba  # checks its sizes
 
     @property
     def rotary(self) -> None:

@@ -43,6 +43,14 @@ class Qwen35MoeConfig(DecoderConfig):
         """Refuse patterns that do not fit the layers."""
         super().__post_init__()
         check_layer_types(self.layer_types, self.num_hidden_layers, ("linear_attention", "full_attention"))
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
+            if getattr(self, f"linear_{name}") < 1:
+                raise ValueError(f"linear_{name}={getattr(self, f'linear_{name}')} must be >= 1; set it to the model's")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads={self.linear_num_value_heads} must be a multiple of "
+                f"linear_num_key_heads={self.linear_num_key_heads}; change one of them"
+            )
 
     @property
     def rotary(self) -> Rotary:

@@ -52,6 +52,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit together."""
         check_sizes(self, ("vocab_size", "num_hidden_layers", "max_position_embeddings"))
+        _ = self.mixture, self.rotary  # refuse sizes of theirs here, and not when a module is built of them
 
     @property
     def rotary(self) -> Rotary | None:

@@ -22,8 +22,10 @@ from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.mtp.checkpoint import load_mtp
 from draftco_jax.drafts.vocabulary import CONSTANT, graph_with_map
 from draftco_jax.errors import UserError
+from draftco_jax.models.compute import ComputeConfig, cast_params
 from draftco_jax.models.functional import abstract_params
 from draftco_jax.models.hf_weights import load_policy
+from draftco_jax.models.qwen3_moe import Qwen3MoeConfig
 from draftco_jax.training.optimizer import make_optimizer
 from draftco_jax.training.update import Optimizers, init_state
 
@@ -381,7 +383,7 @@ def save_run(run_dir, cfg, starting_draft=0):
     states = {}
     with Checkpointer(run_dir, keep=5) as checkpoints:
         for step in (2, 4):
-            policy = drawn(cfg.policy, step)
+            policy = cast_params(drawn(cfg.policy, step), cfg.policy_compute.parameter_dtype)
             state = init_state(policy, drawn(cfg.draft, step + 1) if trained else None, optimizers)
             states[step] = state._replace(step=jnp.int32(step))
             data = {"starting_weights": {"policy": 0, "draft": starting_draft}}
@@ -423,6 +425,7 @@ def test_bug_case_b64_policy_and_draft_of_a_checkpoint_are_the_live_weights(run_
     ids = json.loads((found.written["policy"] / "generation_config.json").read_text())
     assert ids == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
     assert (found.written["policy"] / "tokenizer.json").is_file()
+    assert json.loads((found.written["draft"] / "config.json").read_text())["torch_dtype"] == "float32"
 
 
 def test_bug_case_b21_the_map_of_a_trained_draft_is_that_of_the_draft_it_started_from(repository, tmp_path):
@@ -441,6 +444,23 @@ def test_bug_case_b21_the_map_of_a_trained_draft_is_that_of_the_draft_it_started
     shutil.rmtree(tmp_path / "out")
     save_draft(tmp_path / "start", draft, graph_with_map(draft, kept + np.int32(1)), start)
     refused(tmp_path, tmp_path / "run", "no longer holds the draft that .* started from")
+
+
+def test_a_run_in_bfloat16_with_float32_parts_is_widened_and_told(run_of, tmp_path):
+    """Routers are float32 whatever the dtype of the rest."""
+    cfg, _ = run_of(tmp_path / "unused")
+    mixed = dataclasses.replace(
+        cfg,
+        policy=Qwen3MoeConfig.tiny(),
+        policy_checkpoint=None,
+        policy_compute=ComputeConfig(dtype="bfloat16", parameter_dtype="bfloat16"),
+        speculation="off",
+    )
+    states = save_run(tmp_path / "run", mixed)
+    found = convert(tmp_path / "run", tmp_path / "out")
+    assert found.notes[1:] == ["the run mixes bfloat16, float32: written as float32; choose a dtype for less"]
+    same_tree(load_policy(found.written["policy"])[1], jax.tree.map(lambda x: x.astype(np.float32), states[4].policy))
+    assert len(convert(tmp_path / "run", tmp_path / "low", Wishes(dtype="bfloat16")).notes) == 1
 
 
 def test_a_step_and_a_kind_may_be_chosen(run_of, tmp_path):

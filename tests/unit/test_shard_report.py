@@ -12,6 +12,7 @@ from draftco_jax.errors import UserError
 from draftco_jax.models.functional import initialise
 from draftco_jax.models.hf_weights import save_policy
 from draftco_jax.models.qwen3 import Qwen3Config
+from draftco_jax.models.qwen3_moe import Qwen3MoeConfig
 from draftco_jax.shard_report import PUBLISHED, deal, report_of, shard_report
 
 # Settings as the published config.json files have them, and nothing of our classes. D hidden, N and K heads, H head
@@ -118,6 +119,13 @@ def test_key_value_heads_are_shared_and_tied_tables_are_on_both_ends():
     assert deal(94, 4) == (24, 24, 23, 23)
 
 
+def test_an_axis_of_experts_alone_divides_them():
+    one = shard_report(Qwen3MoeConfig.tiny(), {"data": 2})
+    two = shard_report(Qwen3MoeConfig.tiny(), {"data": 2, "expert": 2})
+    assert two.components["experts"].local * 2 == one.components["experts"].local
+    assert two.components["attention"].local == one.components["attention"].local
+
+
 def test_bad_layouts_are_refused_in_one_line():
     tiny = Qwen3Config.tiny()
     for sizes, message in (
@@ -131,6 +139,8 @@ def test_bad_layouts_are_refused_in_one_line():
         ("qwen9", (), "must be a folder with a config.json, or one of: qwen3-8b"),
         ("qwen3-8b", ("tensor=0",), "'tensor=0' must be AXIS=SIZE"),
         ("qwen3-8b", ("tensor=5",), "must be a multiple of 5"),
+        ("qwen3-8b", ("tensor=²",), "'tensor=²' must be AXIS=SIZE"),
+        ("qwen3-8b", ("tensor=2", "tensor=4"), "'tensor=4': tensor must be given once"),
     ):
         with pytest.raises(UserError, match=message):
             report_of(name, axes)
