@@ -107,7 +107,9 @@ def _check_tied(cfg: DecoderConfig, reader: SafetensorsReader) -> None:
     """A head stored beside a tied embedding is a copy of it, or the config is wrong and the head would be lost."""
     if not cfg.tie_word_embeddings or "lm_head.weight" not in reader.tensors:
         return
-    table = next(name for name in reader.tensors if _is_table(name) and name != "lm_head.weight")
+    table = next((name for name in reader.tensors if _is_table(name) and name != "lm_head.weight"), None)
+    if table is None:
+        return  # loading names the table as missing
     if not np.array_equal(reader.read("lm_head.weight"), reader.read(table)):
         raise UserError(
             f"{reader.tensors['lm_head.weight'].file}: lm_head.weight is not {table} although tie_word_embeddings is "

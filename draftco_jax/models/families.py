@@ -69,8 +69,9 @@ def rope_of(raw: Raw, path: Path, *, needed: bool = True) -> tuple[float | None,
     kinds = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
     if kind == "default":
         return theta, None
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise UserError(f"{path}: rope_type={kind!r} is not supported; supported: default, {', '.join(kinds)}")
+    _refuse(rope, path, mscale=None, mscale_all_dim=None)  # another attention factor
     names = {f.name for f in fields(kinds[kind])}
     given = {name: value for name, value in rope.items() if name in names}
     if kind == "yarn" and rope.get("attention_factor") is not None:
@@ -139,6 +140,10 @@ def _qwen3_5_moe(raw: Raw, path: Path) -> Raw:
 
 def _gpt_oss(raw: Raw, path: Path) -> Raw:
     _refuse(raw, path, attention_bias=True, hidden_act="silu")
+    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        raise UserError(
+            f"{path}: rope_parameters is missing; give the published YaRN, or {{'rope_type': 'default'}} for none"
+        )
     theta, scaling = rope_of(raw, path)
     experts = raw.get("num_local_experts", raw.get("num_experts"))
     per_token = raw.get("num_experts_per_tok", raw.get("experts_per_token"))

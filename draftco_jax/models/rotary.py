@@ -25,6 +25,10 @@ class LinearScaling:
 
     factor: float
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot divide."""
+        _check_factor(self.factor)
+
     def apply(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Scaled frequencies."""
         del theta
@@ -45,6 +49,7 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         """Refuse bounds that leave nothing between."""
+        _check_factor(self.factor)
         if not self.high_freq_factor > self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor={self.high_freq_factor} must be > low_freq_factor={self.low_freq_factor}; "
@@ -75,6 +80,10 @@ class YarnScaling:
     """Round the bounds to whole pairs, outwards; GPT-OSS does not."""
     attention_factor_override: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot divide."""
+        _check_factor(self.factor)
+
     @property
     def attention_factor(self) -> float:
         """0.1 ln(factor) + 1, or what the checkpoint says."""
@@ -98,6 +107,11 @@ class YarnScaling:
         ramp = (np.arange(width // 2) - low) / max(high - low, 1e-3)
         slow = np.clip(ramp, 0.0, 1.0)
         return frequencies * (slow / self.factor + 1 - slow)
+
+
+def _check_factor(factor: float) -> None:
+    if not factor > 0:
+        raise ValueError(f"factor={factor} must be > 0; take it from the checkpoint")
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling

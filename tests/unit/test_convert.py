@@ -197,6 +197,13 @@ def test_bug_case_b61_an_untied_policy_without_its_head_is_refused(copy_of, tmp_
     refused(tmp_path, folder, "missing tensors lm_head.weight")
 
 
+def test_a_tied_policy_with_a_head_alone_is_refused(copy_of, tmp_path):
+    folder = copy_of("qwen3_tied")
+    table = "model.embed_tokens.weight"
+    rewrite(folder, lambda tensors: {"lm_head.weight" if n == table else n: t for n, t in tensors.items()})
+    refused(tmp_path, folder, f"missing tensors {table}")
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_tied"])
 def test_bug_case_b62_shards_hold_what_their_index_says(family, golden, tmp_path):
     convert(golden / family, tmp_path / "out", Wishes(max_shard_bytes=200_000))

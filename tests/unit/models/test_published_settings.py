@@ -11,6 +11,7 @@ from draftco_jax.errors import UserError
 from draftco_jax.models.families import FAMILIES, family_of
 from draftco_jax.models.hf_weights import load_config
 
+YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 NAMES = {family.model_types[-1]: family for family in FAMILIES}
 
 
@@ -61,6 +62,10 @@ def test_an_absent_setting_means_what_it_does_in_transformers(model_type, settin
         ("nemotron_h", {"time_step_limit": ["x", 1]}, r"time_step_limit=\['x', 1\] must be two numbers"),
         ("nemotron_h", {"n_groups": 3}, "heads=4 must be a multiple of groups=3"),
         ("nemotron_h", {"chunk_size": 0}, "chunk=0 must be >= 1"),
+        ("llama", {"rope_parameters": YARN | {"mscale_all_dim": 0.5}}, "mscale_all_dim=0.5 is not supported"),
+        ("llama", {"rope_parameters": YARN | {"factor": 0.0}}, "factor=0.0 must be > 0"),
+        ("llama", {"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type=\['yarn'\] is not supported"),
+        ("gpt_oss", {"rope_parameters": "absent"}, "rope_parameters is missing"),
         ("gpt_oss", {"sliding_window": 0}, "sliding_window=0 must be >= 1"),
         ("gpt_oss", {"num_local_experts": 0}, "num_experts=0 must be >= 1"),
     ],
