@@ -83,8 +83,12 @@ class NemotronHConfig(DecoderConfig):
         )
 
     @property
-    def mixture(self) -> MoEConfig:
-        """Its experts."""
+    def mixture(self) -> MoEConfig | None:
+        """Its experts; None where no block has any."""
+        return self._experts if "moe" in self.block_types else None
+
+    @property
+    def _experts(self) -> MoEConfig:
         return MoEConfig(
             hidden_size=self.hidden_size,
             moe_intermediate_size=self.moe_intermediate_size,
@@ -109,7 +113,7 @@ class NemotronHConfig(DecoderConfig):
             attention = FullAttention(self.attention(), rngs=rngs)
             return Block(mixer=("norm", "mixer", attention), ffn=None, norm=norm)
         if kind == "moe":
-            ffn: nnx.Module = MoE(self.mixture, rngs=rngs, down_init=init)
+            ffn: nnx.Module = MoE(self._experts, rngs=rngs, down_init=init)
         else:
             ffn = SquaredReluMLP(self.hidden_size, self.intermediate_size, rngs=rngs, down_init=init)
         return Block(mixer=None, ffn=("norm", "mixer", ffn), norm=norm)

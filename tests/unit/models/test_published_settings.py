@@ -74,3 +74,10 @@ def test_a_setting_that_no_model_can_have_is_one_line_that_names_the_file(model_
     with pytest.raises(UserError, match=pattern) as caught:
         load_config(write(tmp_path, model_type, **changes))
     assert str(tmp_path / "config.json") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_pattern_without_experts_has_no_mixture(tmp_path):
+    """What a run goes by when it is asked to record or to balance experts."""
+    folder = write(tmp_path, "nemotron_h", layers_block_type="M-*-")
+    assert load_config(folder).mixture is None
+    assert load_config(write(tmp_path, "nemotron_h", layers_block_type="ME*-")).mixture is not None
