@@ -52,8 +52,8 @@ def _policy(graph: ModelGraph, weights: Published, batch: int, tokens: int, capa
             hidden, _, cache, _ = policy.step(ids, start, cache, tap_layers=())
             return jnp.argmax(policy.logits(hidden), axis=-1).astype(jnp.int32), cache
 
-        ids = jnp.ones((batch, tokens), jnp.int32)
-        return jax.lax.fori_loop(0, _STEPS_PER_CALL, body, (ids, policy.empty_cache(batch, capacity)))[0]
+        start_of_all = jnp.ones((batch, tokens), jnp.int32), policy.empty_cache(batch, capacity, tokens - 1)
+        return jax.lax.fori_loop(0, _STEPS_PER_CALL, body, start_of_all)[0]
 
     return _milliseconds(jax.jit(program), weights.policy)
 

@@ -288,6 +288,7 @@ def write_draft(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.n
     weights, settings = folder / f"{WEIGHTS_FILE}.part", folder / f"{CONFIG_FILE}.part"
     save_file(tensors, weights, metadata={"format": "pt"})
     settings.write_text(json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n")
+    weights.chmod(settings.stat().st_mode)  # safetensors writes files for their owner only
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     weights.replace(folder / WEIGHTS_FILE)
     settings.replace(folder / CONFIG_FILE)

@@ -119,7 +119,7 @@ def config_from(cls: type[Config], values: dict[str, Any], path: Path) -> Config
 
 
 def save_policy(
-    folder: Path,
+    folder: Path | str,
     cfg: DecoderConfig,
     params: Params,
     metadata: dict[str, str] | None = None,
@@ -127,6 +127,7 @@ def save_policy(
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write config.json and the weights as transformers would, in shards where they are large."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     family = family_of(cfg)
     # The scaling of rotary is written in `rope_parameters`; in the form of our own field transformers refuses it.
@@ -138,9 +139,9 @@ def save_policy(
     write_sharded(folder, tensors_of(leaves, cfg), max_shard_bytes, metadata={"format": "pt"} | (metadata or {}))
 
 
-def load_config(folder: Path) -> DecoderConfig:
+def load_config(folder: Path | str) -> DecoderConfig:
     """The config of a policy in Hugging Face layout."""
-    path = folder / "config.json"
+    path = Path(folder) / "config.json"
     raw = read_config(path)
     family = family_named(raw.get("model_type"), path)
     known = {name: value for name, value in family.from_hf(raw, path).items() if value is not None}
@@ -148,7 +149,7 @@ def load_config(folder: Path) -> DecoderConfig:
 
 
 def load_policy(
-    folder: Path,
+    folder: Path | str,
     *,
     dtype: Any = None,
     cut_padding: bool = False,
@@ -164,6 +165,7 @@ def load_policy(
         shardings: a sharding for each leaf of the parameter tree.
         compute: how the policy is to be held: dtype of the parameters, layers one by one or stacked.
     """
+    folder = Path(folder)
     cfg = load_config(folder)
     family, reader = family_of(cfg), SafetensorsReader(folder)
     prefix, abstract = prefix_of(family, reader), abstract_policy(cfg, compute)
