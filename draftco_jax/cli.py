@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
     except UserError as error:
         print(f"draftco: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except BrokenPipeError:  # `draftco config ... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("draftco: interrupted", file=sys.stderr)

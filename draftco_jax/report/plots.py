@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from draftco_jax.report import plots_draft, plots_learning, plots_speed
+from draftco_jax.report import plots_draft, plots_experts, plots_learning, plots_speed
 from draftco_jax.report.figure_style import Drawn, LeftOut
 from draftco_jax.report.run_data import RunData
 
@@ -30,4 +30,5 @@ PLOTS = (
     Plot("entropy_length", "Entropy and response length", plots_learning.entropy_and_length),
     Plot("draft_loss", "Draft loss", plots_draft.draft_loss),
     Plot("gradient_norms", "Gradient norms", plots_learning.gradient_norms),
+    Plot("experts", "Use of experts", plots_experts.use_of_experts),
 )

@@ -57,6 +57,11 @@ def accepted_length(run: RunData) -> Drawn | LeftOut:
         "between the draft's and the policy's laws at each trained token. It has no sampling noise, and differs from "
         "the sampled length because rounds do not begin at every token."
     )
+    if budget := run.config.get("verify_budget"):
+        caption += (
+            f" At most {budget} drafted tokens were verified in a round over the whole batch: sampled lengths are cut "
+            "by that, those of the larger held-out batch by more, τ_prob is not."
+        )
     return Drawn(figure, caption)
 
 

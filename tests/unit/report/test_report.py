@@ -110,6 +110,17 @@ def test_headlines_say_what_the_summary_says(reports):
         assert words in page.words
 
 
+def test_a_policy_without_experts_is_said_to_have_none(fake_run):
+    def dense(step, metrics):
+        del step
+        for name in [name for name in metrics if "experts" in name]:
+            del metrics[name]
+
+    run_dir = fake_run(steps=4, change=dense)
+    assert "Use of experts: the policy of this run has none" in page_of(run_dir)[1].words
+    assert not (run_dir / "plots" / "experts.png").exists()
+
+
 def test_the_story_follows_the_numbers(reports):
     _, page, _ = reports("cotrained")
     assert "went from 59.0 % to 85.2 % (+26.2 points). The 95 % intervals of the two do not overlap." in page.words
