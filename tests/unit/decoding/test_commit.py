@@ -89,7 +89,7 @@ def _assembled(out: _Output, stats: _Stats, prompts=((5, 6, 7),), lengths=(3,), 
     rows = len(lengths)
     keys = jax.random.split(KEY, rows)
     request = Request(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32), keys, no_context(rows))
-    return jax.tree.map(np.asarray, _assemble(request, out, stats, shape))
+    return jax.tree.map(np.asarray, _assemble(request, out, stats, None, shape))
 
 
 def test_bug_case_b70_a_real_token_equal_to_the_padding_id_survives():

@@ -118,7 +118,8 @@ def test_what_is_made_again_changes_no_gradient(remat):
         return jax.jit(jax.grad(lambda params: jnp.sum(graph.merge(params)(*rows).hidden[:, ::2] ** 3)))
 
     kept, again = gradient(STACKED), gradient(ComputeConfig(scan_layers=True, remat=remat))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7), kept(stacked), again(stacked))
+    for one, other in zip(*(jax.tree.leaves(f(stacked)) for f in (kept, again)), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6 * float(jnp.max(jnp.abs(one))))
     sizes = [f.lower(stacked).compile().memory_analysis().temp_size_in_bytes for f in (kept, again)]
     assert sizes[1] < sizes[0]
 

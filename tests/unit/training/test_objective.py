@@ -52,7 +52,7 @@ def whole(gradient, batch, counts):
 def logprobs_by_hand(setup, batch):
     """Log-prob of each token from the logits one index earlier, tempered as the sampling is; 0 at index 0."""
     policy = setup.spec.policy_graph.merge(setup.policy)
-    hidden, _ = jax.jit(policy)(batch.tokens, batch.positions, batch.segment_ids)
+    hidden, *_ = jax.jit(policy)(batch.tokens, batch.positions, batch.segment_ids)
     logits = np.asarray(policy.logits(hidden), np.float64) / setup.spec.sampling.temperature
     laws = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     found = np.zeros(batch.tokens.shape)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from draftco_jax.drafts.base import Shared
 from draftco_jax.drafts.eagle3.checkpoint import load_draft, save_draft
 from draftco_jax.drafts.vocabulary import map_tensors
+from draftco_jax.models.block import Block
 from draftco_jax.models.hf_weights import to_tensors
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.models.transformer import Decoder
@@ -179,14 +180,15 @@ def test_bug_case_b22_the_drafts_own_head_is_kept(draft_of, write_files, tmp_pat
     assert np.asarray(params["lm_head"]["kernel"].T).tobytes() == stored.tobytes()
 
 
-class Adds(nnx.Module):
+class Adds(Block):
     """A layer that adds 10^layer."""
 
     def __init__(self, layer):
+        super().__init__(mixer=None, ffn=None, norm=lambda: None)
         self.step = 10.0**layer
 
-    def __call__(self, x, call):
-        return x + self.step
+    def __call__(self, x, call, chosen=None):
+        return x + self.step, None
 
 
 def test_bug_case_b41_output_and_boundary_ids_read_the_same_features(draft_of, write_files, make_draft, tmp_path):

@@ -90,7 +90,7 @@ def test_laws_are_those_of_the_old_policy_step_by_step(drafting):
     step = jax.jit(lambda token, at, cache: policy.step(token, at, cache, tap_layers=()))
     cache, laws = policy.empty_cache(1, CAPACITY), []
     for position, token in enumerate(OLD):
-        hidden, _, cache = step(jnp.array([[token]], jnp.int32), jnp.array([position], jnp.int32), cache)
+        hidden, _, cache, _ = step(jnp.array([[token]], jnp.int32), jnp.array([position], jnp.int32), cache)
         laws.append(np.asarray(law(policy.logits(hidden[:, 0]), SAMPLING)[0]))
     proposal = drafting([OLD[:2], OLD[:4], OLD[:5]] + [OLD] * 5, [OLD] * 8)
     for b, anchor in enumerate((1, 3, 4)):
