@@ -119,8 +119,8 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish(dense, name, size):
     k = k.at[:, :, :, 0].set(jnp.linspace(-size, size, 8)[None, :, None])  # later, unseen keys score far higher
     q = q.at[..., 0].set(1.0)
     got = run(name, q, k, v, seen, index, d_out, tile=16)
-    # One key has nearly all the mass, so its d_out . v and delta cancel in the gradient of its score. Each is a sum of 8
-    # products, in an order that the processor decides (8 roundings of 6e-8); what is left is multiplied by a key of `size`.
+    # One key has nearly all the mass, so its d_out . v and delta cancel in the gradient of its score. Each is a sum of
+    # 8 products in an order that the processor decides, 8 roundings of 6e-8; what is left is times a key of `size`.
     assert worst(dense, got, q, k, v, mask_of(seen, index), d_out) < size * 2 * 8 * 6e-8
 
 
