@@ -27,7 +27,7 @@ def build(rngs):
 
 
 def params():
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(21)  # of some seeds one under which the last token depends on the first a good deal
 
     def draw(path, leaf):
         noise = rng.normal(size=leaf.shape)

@@ -56,7 +56,10 @@ def test_the_pattern_of_nemotron_needs_a_quarter_of_its_blocks():
     assert sum(run.period for run in runs) == 14
 
 
-@pytest.mark.parametrize("family", POLICIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "gpt_oss") else name for name in POLICIES],
+)
 def test_loops_equal_layers_one_by_one(family):
     cfg = POLICIES[family]
     one_graph, one = initialise(cfg.build, jax.random.key(1))
@@ -106,7 +109,7 @@ def test_files_load_stacked_and_are_written_alike(family, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_policy(tmp_path / "two")[1], params)
 
 
-@pytest.mark.parametrize("remat", ["attention", "block"])
+@pytest.mark.parametrize("remat", ["attention", pytest.param("block", marks=pytest.mark.slow)])
 def test_what_is_made_again_changes_no_gradient(remat):
     cfg = POLICIES["qwen3_5_moe"]
     params = initialise(cfg.build, jax.random.key(1))[1]
