@@ -90,4 +90,9 @@ def test_every_kernel_stays_in_registers(compiled):
     found = kernel_resources(compiled)
     assert any("block_attention" in name for name in found) and any("branch" in name for name in found)
     spilled = {name: kernel for name, kernel in found.items() if kernel.spill_bytes != 0 and "attention" in name}
-    assert not spilled, spilled
+    assert not spilled, spilled@pytest.mark.xfail(
+    strict=True,
+    reason="open: since policies came to be walked through as blocks of weights and calls, one gradient hop of a ring "
+    "stands beside nothing (a float32 hop of 64 MB); before, none did",
+)
+
