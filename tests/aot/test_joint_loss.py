@@ -73,6 +73,11 @@ def compiled(request):
     return compile_for(mesh, run, params, batch, weight, in_specs=(whole, batch_spec(PACKED), whole), out_specs=whole)
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="open: since policies are walked through as weights and calls of blocks, one float32 gradient hop of 64 MB "
+    "stands beside nothing; before, none did",
+)
 def test_what_is_sent_is_rings_halos_anchors_and_sums_and_no_hop_of_a_ring_is_exposed(compiled):
     """Hops inside a loop are beside kernels; single ones, first or last of a backward, at least beside a matmul."""
     hlo = compiled.as_text()
@@ -90,9 +95,4 @@ def test_every_kernel_stays_in_registers(compiled):
     found = kernel_resources(compiled)
     assert any("block_attention" in name for name in found) and any("branch" in name for name in found)
     spilled = {name: kernel for name, kernel in found.items() if kernel.spill_bytes != 0 and "attention" in name}
-    assert not spilled, spilled@pytest.mark.xfail(
-    strict=True,
-    reason="open: since policies came to be walked through as blocks of weights and calls, one gradient hop of a ring "
-    "stands beside nothing (a float32 hop of 64 MB); before, none did",
-)
-
+    assert not spilled, spilled
