@@ -64,8 +64,8 @@ test: $(STAMP) $(DEVICELESS_STAMP)
 	$(PYTEST) tests/aot $(ARGS)
 
 test-all: $(STAMP) $(DEVICELESS_STAMP)
-	$(PYTEST) tests -m '' $(PARALLEL) $(ARGS)
-	$(PYTEST) tests/multidevice -m '' $(ARGS)
+	DRAFTCO_TEST_COMPILE=full $(PYTEST) tests -m '' $(PARALLEL) $(ARGS)
+	DRAFTCO_TEST_COMPILE=full $(PYTEST) tests/multidevice -m '' $(ARGS)
 	$(PYTEST) tests/aot -m '' $(ARGS)
 
 test-fast: $(STAMP)

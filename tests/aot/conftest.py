@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pallas_kernels import deviceless
 
 HERE = Path(__file__).resolve().parent
 
+os.environ.pop("XLA_FLAGS", None)  # those of the other rooms, which compile for the CPU in a hurry
 if deviceless.available():
     deviceless.prepare()
 # A program that comes out of the cache was not compiled here.

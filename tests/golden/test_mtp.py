@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +47,8 @@ def unrolled(recorded: Recorded, cfg: MtpConfig, *, before_norm: bool = False) -
     graph, policy = graph_of(cfg.build), recorded.policy
     last = policy.cfg.num_hidden_layers - 1
 
-    @jax.jit
+    # Compiled as users compile it: sums of scalars one after the other, as without optimizations, lose two more bits.
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True})
     def run(head, ids):
         positions, ones = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape), jnp.ones_like(ids)
         module, read = graph.merge(head), policy(ids, positions, ones, tap_layers=(last,))
