@@ -124,6 +124,14 @@ def build_parser() -> argparse.ArgumentParser:
     shards.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters")
     shards.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
 
+    plan = add(
+        "plan",
+        _plan,
+        "Draw a pipeline schedule and work out what it needs.",
+        "--draw-schedule --stages 4 --microbatches 8 --tap-stages 0,1,2",
+    )
+    _add_plan_options(plan)
+
     doctor = add(
         "doctor",
         _doctor,
@@ -140,6 +148,19 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it; may be repeated"
     )
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draw-schedule", action="store_true", help="what each stage does in each tick")
+    parser.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help="which (default: 1f1b)")
+    parser.add_argument("--stages", type=int, default=4, metavar="S", help="stages of the pipeline (default: 4)")
+    parser.add_argument(
+        "--chunks", type=int, default=1, metavar="V", help="chunks a stage, > 1: interleaved (default: 1)"
+    )
+    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="of an update (default: 8)")
+    parser.add_argument("--tap-stages", default="", metavar="K,K", help="virtual stages that make taps for the draft")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -274,6 +295,26 @@ def _shards(options: argparse.Namespace) -> None:
     if options.json:
         _write_json(options.json, asdict(found))
     print(found.table() + (f"\nWritten to {options.json}" if options.json else ""))
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from draftco_jax.schedule_report import parse_stages, plan_schedule
+
+    if not options.draw_schedule:
+        raise UserError("plan must be told what to plan; add --draw-schedule")
+    found = plan_schedule(
+        options.schedule,
+        stages=options.stages,
+        chunks=options.chunks,
+        microbatches=options.microbatches,
+        tap_stages=parse_stages(options.tap_stages),
+    )
+    if options.svg:
+        found.write_svg(options.svg)
+    if options.json:
+        _write_json(options.json, found.as_json())
+    written = " and ".join(str(path) for path in (options.svg, options.json) if path)
+    print("\n".join(found.lines()) + (f"\nWritten to {written}" if written else ""))
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ ORDER = (
         "doctor",
         "model_doctor",
         "shard_report",
+        "schedule_report",
     ),
     ("config", "pretrain_config"),
     ("run", "pretrain_setup", "round_profile", "speed", "summary"),

@@ -23,6 +23,16 @@ OPTIONS = {
     "bench": {"name", "--set", "--json", "--plot", "--ranks", "--fast"},
     "convert": {"source", "out", "--dtype", "--kind", "--max-shard-size", "--draft-family", "--step"},
     "shards": {"model", "axes", "--dtype", "--json"},
+    "plan": {
+        "--draw-schedule",
+        "--schedule",
+        "--stages",
+        "--chunks",
+        "--microbatches",
+        "--tap-stages",
+        "--svg",
+        "--json",
+    },
     "doctor": {"model_dir", "--json"},
 }
 
