@@ -9,12 +9,21 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported, and inherited by the processes that tests start
 
 # Compiling is most of what tests wait for; without LLVM's optimizations it takes 0.4 of the time and computes the same.
-# `make test-all` compiles as users do. Given flags win: XLA takes the last of two.
-QUICK_COMPILE = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
-if os.environ.get("DRAFTCO_TEST_COMPILE", "quick") == "quick":
-    os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} {os.environ.get('XLA_FLAGS', '')}".strip()
+# `make test-all` compiles as users do (DRAFTCO_TEST_COMPILE=full). Given flags win: XLA takes the last of two.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        *(
+            ()
+            if os.environ.get("DRAFTCO_TEST_COMPILE") == "full"
+            else (
+                "--xla_backend_optimization_level=0",
+                "--xla_cpu_use_fusion_emitters=false",
+                "--xla_cpu_parallel_codegen_split_count=1",
+            )
+        ),
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+).strip()
 
 import jax
 import jaxtyping
@@ -51,3 +60,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def repository() -> Path:
     """The repository's root folder."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def as_users_compile() -> dict[str, int | bool]:
+    """For `jax.jit(compiler_options=...)`, where sums of scalars one after the other, as the quick compile
+    makes them, would lose the digits that a test asks for."""
+    return {"xla_backend_optimization_level": 3}
+
+
+@pytest.fixture(scope="session")
+def compiled_in_full() -> bool:
+    """Whether this session compiles as users do."""
+    return os.environ.get("DRAFTCO_TEST_COMPILE") == "full"

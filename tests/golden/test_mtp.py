@@ -31,15 +31,16 @@ class Recorded(NamedTuple):
     head: Params
     policy: Any  # module
     values: dict[str, np.ndarray]
+    compiler_options: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def recorded(golden) -> Recorded:
+def recorded(golden, as_users_compile) -> Recorded:
     folder = golden / "qwen3_5_moe_mtp"
     policy_cfg, policy = load_policy(folder)
     cfg, _, head = load_mtp(folder)
     with np.load(folder / "golden.npz") as values:
-        return Recorded(cfg, head, graph_of(policy_cfg.build).merge(policy), dict(values))
+        return Recorded(cfg, head, graph_of(policy_cfg.build).merge(policy), dict(values), as_users_compile)
 
 
 def unrolled(recorded: Recorded, cfg: MtpConfig, *, before_norm: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -47,8 +48,7 @@ def unrolled(recorded: Recorded, cfg: MtpConfig, *, before_norm: bool = False) -
     graph, policy = graph_of(cfg.build), recorded.policy
     last = policy.cfg.num_hidden_layers - 1
 
-    # Compiled as users compile it: sums of scalars one after the other, as without optimizations, lose two more bits.
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True})
+    @partial(jax.jit, compiler_options=recorded.compiler_options)
     def run(head, ids):
         positions, ones = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape), jnp.ones_like(ids)
         module, read = graph.merge(head), policy(ids, positions, ones, tap_layers=(last,))

@@ -18,12 +18,13 @@ from draftco_jax.models.mamba2 import Mamba2, Mamba2Sizes
 AXIS, WIDTH = "context", 10
 # Long memory, so that a state lost or read twice at any border shows many tokens later: exp(-a dt) about 0.99.
 RATE = 0.01
-# float32 sums in another order, over the largest entry; measured 3e-6.
+# float32 sums in another order, over the largest entry; measured 2e-6. Heads of 3 numbers, whose norm is
+# at times near 0, would magnify that.
 RTOL = 1e-5
 
 
 def build(rngs):
-    return Mamba2(Mamba2Sizes(hidden_size=WIDTH, heads=4, head_dim=3, state=5, groups=2, chunk=8), rngs=rngs)
+    return Mamba2(Mamba2Sizes(hidden_size=WIDTH, heads=4, head_dim=8, state=5, groups=2, chunk=8), rngs=rngs)
 
 
 def params():
