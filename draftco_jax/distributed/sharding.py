@@ -26,6 +26,7 @@ Rules = Mapping[str, Axes]
 
 TRAIN: Rules = {
     "layers": MeshAxis.STAGE,
+    "slot": None,
     "vocab": MeshAxis.TENSOR,
     "heads": MeshAxis.TENSOR,
     "kv_heads": MeshAxis.TENSOR,

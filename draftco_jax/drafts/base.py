@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.vocabulary import whole
+from draftco_jax.numerics.masked import safe_count
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.types import PackedBatch
 
@@ -131,12 +133,34 @@ class Target(NamedTuple):
 
 
 class DraftReport(NamedTuple):
-    """Statistics of a draft's training forward, float32, no gradient."""
+    """Statistics of a draft's training forward as sums, float32, no gradient: micro-batches and devices add them up."""
 
-    losses: jax.Array  # [n] mean loss of each step over its live labels
-    acceptances: jax.Array  # [n] mean 1 - TV of each step over its live labels
-    tau_prob: jax.Array  # [] mean over anchors of 1 + sum_k prod_{j<=k} (1 - TV_j)
-    extra: dict[str, jax.Array] = {}  # noqa: RUF012  a family's own scalars by metric name
+    loss_sums: jax.Array  # [n] loss of each step over its live labels
+    acceptance_sums: jax.Array  # [n] 1 - TV of each step over its live labels
+    labels: jax.Array  # [n] live labels of each step
+    reached_sum: jax.Array  # [] over anchors of 1 + sum_k prod_{j<=k} (1 - TV_j)
+    anchors: jax.Array  # []
+    extra_sums: dict[str, jax.Array] = {}  # noqa: RUF012  over all live labels: a family's own, by metric name
+
+    @property
+    def losses(self) -> Float32[Array, " n"]:
+        """Mean loss of each step over its live labels."""
+        return self.loss_sums / safe_count(self.labels)
+
+    @property
+    def acceptances(self) -> Float32[Array, " n"]:
+        """Mean 1 - TV of each step over its live labels."""
+        return self.acceptance_sums / safe_count(self.labels)
+
+    @property
+    def tau_prob(self) -> Float32[Array, ""]:
+        """Mean over anchors of 1 + sum_k prod_{j<=k} (1 - TV_j); 0 without anchors."""
+        return self.reached_sum / safe_count(self.anchors)
+
+    @property
+    def extra(self) -> dict[str, jax.Array]:
+        """Means over the live labels of all steps."""
+        return {name: value / safe_count(jnp.sum(self.labels)) for name, value in self.extra_sums.items()}
 
 
 class TrainingContext(NamedTuple):
@@ -207,7 +231,7 @@ micro-batches by the caller."""
 
 LossFn = Callable[..., tuple[Float32[Array, ""], DraftReport]]
 """``loss(draft, target, batch, *, denominator, key, context)``: loss of this device's part of the batch over the global
-denominator, to be summed over devices; the report is that of all devices."""
+denominator, and its report; both are to be summed over devices and micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)

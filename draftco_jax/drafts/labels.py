@@ -31,7 +31,7 @@ from draftco_jax.losses.draft import (
     weighted_loss,
 )
 from draftco_jax.losses.law_pair import LawPairTerms
-from draftco_jax.numerics.masked import masked_mean
+from draftco_jax.numerics.masked import masked_sum
 from draftco_jax.types import PackedBatch
 
 
@@ -176,17 +176,20 @@ def report(
     context: TrainingContext,
     **extra: Float32[Array, "n R A"],
 ) -> DraftReport:
-    """Means over the live labels of all devices: of each step, and of `extra` over all steps.
+    """Of this device's labels; those outside the draft vocabulary are counted (they can be rejected).
 
-    Labels outside the draft vocabulary are counted (they can be rejected).
+    `extra`: values [n, R, A] by metric name.
     """
-    everywhere = context.packed.total
-    counts = everywhere(jnp.sum(masks, axis=(1, 2)))
-    mean = jax.vmap(lambda v, m, c: masked_mean(v, m, count=c))
+    sums = jax.vmap(masked_sum)
     length = context.draft_length
-    reached = expected_accepted_length(acceptances[:length], masks[:length])
-    means = {name: masked_mean(values, masks, count=jnp.sum(counts)) for name, values in extra.items()}
-    sums = mean(losses, masks, counts), mean(acceptances, masks, counts), *reached, means
-    of_losses, of_acceptances, total, anchors, means = everywhere(sums)
-    tau = total / jnp.maximum(anchors, 1.0)
-    return jax.lax.stop_gradient(DraftReport(of_losses, of_acceptances, tau, means))
+    reached, anchors = expected_accepted_length(acceptances[:length], masks[:length])
+    return jax.lax.stop_gradient(
+        DraftReport(
+            loss_sums=sums(losses, masks),
+            acceptance_sums=sums(acceptances, masks),
+            labels=jnp.sum(masks, axis=(1, 2)),
+            reached_sum=reached,
+            anchors=anchors,
+            extra_sums={name: masked_sum(values, masks) for name, values in extra.items()},
+        )
+    )

@@ -179,16 +179,20 @@ class Decoder(nnx.Module):
         self.embed_tokens = parameter(
             rngs, (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), nnx.initializers.normal(0.02)
         )
-        if compute.scan_layers:
-            self.runs = nnx.List(
-                [nnx.List([_stacked(cfg, run, place, rngs) for place in range(run.period)]) for run in cfg.runs]
-            )
-        else:
-            self.layers = nnx.List([cfg.block(i, rngs) for i in range(cfg.num_hidden_layers)])
+        self._make_blocks(rngs)
         self.norm = cfg.make_norm(rngs)
         if not cfg.tie_word_embeddings:
             self.lm_head = Linear((cfg.hidden_size, cfg.vocab_size), ("embed", "vocab"), rngs=rngs)
         compute.cast_parameters(self)
+
+    def _make_blocks(self, rngs: nnx.Rngs) -> None:
+        cfg = self.cfg
+        if self.compute.scan_layers:
+            groups = [[stacked_block(cfg, run.layer(0, p), (run.repeats,), rngs) for p in range(run.period)]
+                      for run in cfg.runs]  # fmt: skip
+            self.runs = nnx.List([nnx.List(group) for group in groups])
+        else:
+            self.layers = nnx.List([cfg.block(i, rngs) for i in range(cfg.num_hidden_layers)])
 
     def embed(self, tokens: Int[Array, "*b"], packed: PackedRows = WHOLE_ROWS) -> Float[Array, "*b D"]:
         """Rows of the embedding table; every id is below the vocabulary size."""
@@ -226,9 +230,10 @@ class Decoder(nnx.Module):
             return x, state, None if routing is None else (routing.ids, routing_sums(routing, counted))
 
         x = self.embed(tokens, packed)
-        x, taps, _, found = self._through(block, x, None, experts, tap_layers)
+        walked = self._through(block, x, None, experts, tap_layers)
+        found = walked.said
         routing = None if found is None else PolicyRouting(jnp.moveaxis(found[0], 0, 2), found[1])
-        return PolicyOutput(self.norm(x), taps, routing)
+        return PolicyOutput(self.norm(walked.x), walked.tapped, routing)
 
     def step(
         self,
@@ -254,9 +259,9 @@ class Decoder(nnx.Module):
             x, state, routing = module.step(x, state, call)
             return x, state, None if routing is None else routing.ids
 
-        x, taps, layers, ids = self._through(block, self.embed(tokens), cache.layers, None, tap_layers)
-        cache = cache._replace(layers=layers)
-        return StepOutput(self.norm(x), taps, cache, None if ids is None else jnp.moveaxis(ids, 0, 2))
+        walked = self._through(block, self.embed(tokens), cache.layers, None, tap_layers)
+        cache, ids = cache._replace(layers=walked.states), walked.said
+        return StepOutput(self.norm(walked.x), walked.tapped, cache, None if ids is None else jnp.moveaxis(ids, 0, 2))
 
     def _through(
         self, block: BlockCall, x: Array, states: Sequence[Any] | None, experts: Array | None, taps: Sequence[int]
@@ -284,20 +289,24 @@ class Decoder(nnx.Module):
         return Cache(layers, cos[0, :, 0], sin[0, :, 0])
 
 
-def _stacked(cfg: DecoderConfig, run: Run, place: int, rngs: nnx.Rngs) -> Block:
-    """The blocks at one place of a run as one, its arrays with a leading dim over the repetitions."""
+def stacked_block(cfg: DecoderConfig, layer: int, dims: tuple[int, ...], rngs: nnx.Rngs) -> Block:
+    """Blocks of the kind of a layer as one, its arrays with leading dims over all of them; the first of them is split
+    over stages where there are any ("layers")."""
     graphs = []
 
     def draw(key: Array) -> Any:
-        graph, weights = nnx.split(cfg.block(run.layer(0, place), nnx.Rngs(params=key)))
+        graph, weights = nnx.split(cfg.block(layer, nnx.Rngs(params=key)))
         graphs.append(graph)
         return weights
 
-    weights = jax.vmap(draw)(jax.random.split(rngs.params(), run.repeats))
+    for _ in dims:
+        draw = jax.vmap(draw)
+    weights = draw(jax.random.split(rngs.params(), dims))
     block = nnx.merge(graphs[0], weights)
+    names = ("layers", *("slot" for _ in dims[1:]))
     for _, variable in nnx.iter_graph(block):
         if isinstance(variable, nnx.Param):
-            variable.set_metadata(logical_axes=("layers", *variable.get_metadata("logical_axes")))
+            variable.set_metadata(logical_axes=(*names, *variable.get_metadata("logical_axes")))
     return block
 
 

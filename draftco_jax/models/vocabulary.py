@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 
 def lookup(table: Float[Array, "v D"], tokens: Int[Array, "*b"], axis: str | None) -> Float[Array, "*b D"]:
@@ -27,6 +27,23 @@ def lookup(table: Float[Array, "v D"], tokens: Int[Array, "*b"], axis: str | Non
     rows = table.at[jnp.where(here, local, 0)].get(mode="promise_in_bounds")
     # One rank adds a row and the others zeros: exact in any dtype.
     return lax.psum(jnp.where(here[..., None], rows, jnp.zeros_like(rows)), axis)
+
+
+def lookup_gradient(
+    total: Float32[Array, "v D"],
+    tokens: Int[Array, "*b"],
+    dx: Float[Array, "*b D"],
+    here: Bool[Array, ""],
+    axis: str | None,
+) -> Float32[Array, "v D"]:
+    """`total` plus the gradient of `lookup` at `dx`, and `total` itself where not `here`.
+
+    A sum kept outside of differentiation takes rows in place, where the transpose of `lookup` makes a whole table.
+    """
+    local = tokens if axis is None else tokens - lax.axis_index(axis) * total.shape[0]
+    outside = total.shape[0]
+    local = jnp.where(here & (local >= 0), local, outside)
+    return total.at[local].add(dx.astype(total.dtype), mode="drop")
 
 
 def logits(hidden: Float[Array, "*b D"], kernel: Float[Array, "D v"], axis: str | None) -> Float[Array, "*b V"]:

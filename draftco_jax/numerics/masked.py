@@ -36,7 +36,7 @@ def masked_max(values: Float32[Array, "*shape"], mask: Float32[Array, "*shape"],
     return jnp.max(jnp.where(mask > 0, values, empty), initial=empty)
 
 
-def safe_count(count: Float32[Array, ""] | float) -> Float32[Array, ""]:
+def safe_count(count: Float32[Array, "*b"] | float) -> Float32[Array, "*b"]:
     """Return ``count`` as float32 with 0 replaced by 1: an empty step has a zero numerator, so its mean becomes 0."""
     return jnp.where(count > 0, jnp.float32(count), jnp.float32(1.0))
 

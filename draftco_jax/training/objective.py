@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from draftco_jax.models.transformer import Decoder
 from draftco_jax.numerics.logprobs import entropy, token_logprobs
 from draftco_jax.numerics.masked import masked_max, masked_mean
 from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.pipeline.spec import PipelineSpec
 from draftco_jax.types import PackedBatch
 
 Params = Any
@@ -80,6 +82,14 @@ class ObjectiveSpec:
     vocabulary_tile: int = 8192
     """Columns of a head whose logits exist at one time in the draft's loss."""
 
+    pipeline: PipelineSpec | None = None
+    """How the policy is cut into stages; None: every device has all layers."""
+
+    @property
+    def everywhere(self) -> PackedRows:
+        """`packed`, with stages as one more axis that micro-batches differ over."""
+        return across(self.packed, self.pipeline)
+
     @property
     def tap_layers(self) -> tuple[int, ...]:
         """Policy layers whose outputs the draft reads."""
@@ -95,6 +105,11 @@ class ObjectiveSpec:
     def draft_key(self, step: Int[Array, ""]) -> Key[Array, ""]:
         """Key of the draft's loss: a function of the seed and of the optimizer steps taken."""
         return jax.random.fold_in(jax.random.key(self.seed), step)
+
+
+def across(packed: PackedRows, pipeline: PipelineSpec | None) -> PackedRows:
+    """The rows of all stages: each micro-batch's draft trains on one, so that stages count as an axis of rows."""
+    return packed if pipeline is None else replace(packed, row_axes=(*packed.row_axes, pipeline.stage_axis))
 
 
 class Counts(NamedTuple):
@@ -153,29 +168,33 @@ def objective(
         packed=packed,
         experts=None if batch.experts is None else batch.experts.astype(jnp.int32),
     )
-    loss, metrics = _policy_objective(policy, output.hidden, batch, counts, reference, spec)
+    of_reference = None if reference is None else reference_logprobs(reference, batch, spec)
+    labels = labels_of(batch, packed, of_reference)
+    loss, sums, maxima = policy_terms(policy, output.hidden, labels, counts.policy_tokens, spec)
+    loss, sums, maxima = packed.total(loss), packed.total(sums), packed.largest(maxima)
+    metrics = policy_metrics(sums, maxima, with_reference=reference is not None)
     if output.routing is not None:
-        balance, load = _routing_terms(output.routing.sums, batch, packed)
+        balance, load = routing_terms(output.routing.sums, batch, packed)
         metrics |= load
         if spec.algorithm.router_balance_coefficient > 0:
             loss = loss + spec.algorithm.router_balance_coefficient * balance
     target = Target.of(policy, output, spec.draft_dtype, packed)
-
-    def draft_terms(draft_params: Params) -> tuple[Array, DraftReport]:
-        assert spec.draft_graph is not None and spec.draft_cfg is not None
-        loss = family_of(spec.draft_cfg).loss
-        assert loss is not None, "a family without a loss has no parameters"
-        draft = spec.draft_graph.merge(draft_params)
-        return loss(draft, target, batch, denominator=counts.draft_labels, key=key, context=spec.context)
-
+    of_draft = partial(
+        draft_terms,
+        target=target,
+        batch=batch,
+        denominator=counts.draft_labels,
+        spec=spec,
+        key=key,
+        context=spec.context,
+    )
     if "draft" in params:
-        draft_loss, report = draft_terms(params["draft"])
-        draft_loss = packed.total(draft_loss)
+        draft_loss, report = packed.total(of_draft(params["draft"]))
         loss = loss + draft_loss_weight * draft_loss
-        metrics |= {"draft/loss": draft_loss} | _draft_metrics("draft", report, with_losses=True)
+        metrics |= {"draft/loss": draft_loss} | draft_metrics("draft", report, with_losses=True)
     if frozen_draft is not None:
-        _, report = draft_terms(jax.lax.stop_gradient(frozen_draft))
-        metrics |= _draft_metrics("frozen_draft", report, with_losses=False)
+        _, report = of_draft(jax.lax.stop_gradient(frozen_draft))
+        metrics |= draft_metrics("frozen_draft", packed.total(report), with_losses=False)
     return loss, metrics
 
 
@@ -200,48 +219,120 @@ def label_logprobs(
     return map_tokens(terms, (hidden, labels), chunk_tokens=chunk)
 
 
-def _policy_objective(
-    policy: Decoder, hidden: Array, batch: PackedBatch, counts: Counts, reference: Params | None, spec: ObjectiveSpec
-) -> tuple[Array, dict[str, Array]]:
-    """Clipped surrogate, optional k3 penalty, agreement of generator and trainer."""
-    algorithm, packed, count = spec.algorithm, spec.packed, counts.policy_tokens
-    of_labels = (batch.tokens, batch.label_logprobs, batch.label_advantages)
-    labels, generator_logprobs, advantages = (packed.ahead(x, 1) for x in of_labels)
-    mask = label_mask_ahead(batch, packed)
-    logprobs, entropies = label_logprobs(policy, hidden, labels, spec.sampling, spec.chunk_tokens, packed)
-    loss, aux = clipped_surrogate(
+class Labels(NamedTuple):
+    """What is known of the token after each index, arrays [R, T]."""
+
+    tokens: jax.Array  # i32
+    generator_logprobs: jax.Array  # f32
+    advantages: jax.Array  # f32
+    mask: jax.Array  # f32, 1 where it is trained on
+    reference_logprobs: jax.Array | None  # f32 by the policy of the penalty; None without one
+
+
+class PolicySums(NamedTuple):
+    """Of one micro-batch on one device, over the global count: these add up. float32 scalars."""
+
+    surrogate: jax.Array
+    entropy: jax.Array
+    clip_low_fraction: jax.Array
+    clip_high_fraction: jax.Array
+    kl_k3: jax.Array  # of generator and trainer
+    kl_reference: jax.Array  # 0 without a reference policy
+
+
+class PolicyMaxima(NamedTuple):
+    """Of one micro-batch on one device: the largest counts. float32 scalars."""
+
+    ratio: jax.Array
+    logprob_diff: jax.Array
+
+
+def labels_of(batch: PackedBatch, packed: PackedRows, reference_logprobs: Array | None) -> Labels:
+    """Brings what is known of each token one index back, over the borders of devices."""
+    of_tokens = (batch.tokens, batch.label_logprobs, batch.label_advantages)
+    tokens, logprobs, advantages = (packed.ahead(x, 1) for x in of_tokens)
+    return Labels(tokens, logprobs, advantages, label_mask_ahead(batch, packed), reference_logprobs)
+
+
+def reference_logprobs(reference: Params, batch: PackedBatch, spec: ObjectiveSpec) -> Float32[Array, "R T"]:
+    """Log-prob of the token after each index by the policy of the penalty; no gradient."""
+    packed = spec.packed
+    initial: Decoder = spec.policy_graph.merge(jax.lax.stop_gradient(reference))
+    states = initial(batch.tokens, batch.positions, batch.segment_ids, packed=packed).hidden
+    tokens = packed.ahead(batch.tokens, 1)
+    return label_logprobs(initial, states, tokens, spec.sampling, spec.chunk_tokens, packed)[0]
+
+
+def policy_terms(
+    policy: Decoder, hidden: Array, labels: Labels, token_count: Array, spec: ObjectiveSpec
+) -> tuple[Float32[Array, ""], PolicySums, PolicyMaxima]:
+    """Clipped surrogate and k3 penalty of these rows, and what is logged of them; to be summed over devices.
+
+    No collective but those of the tensor axis, so that it may stand under a condition of the stage.
+    """
+    algorithm, mask = spec.algorithm, labels.mask
+    mean = partial(masked_mean, mask=mask, count=token_count)
+    logprobs, entropies = label_logprobs(policy, hidden, labels.tokens, spec.sampling, spec.chunk_tokens, spec.packed)
+    surrogate, aux = clipped_surrogate(
         logprobs,
-        generator_logprobs,
-        advantages,
+        labels.generator_logprobs,
+        labels.advantages,
         mask,
-        token_count=count,
+        token_count=token_count,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
     )
+    penalty = jnp.zeros_like(surrogate)
+    if labels.reference_logprobs is not None:
+        penalty = mean(kl_k3(logprobs, labels.reference_logprobs))
     trained = jax.lax.stop_gradient(logprobs)
+    sums = PolicySums(
+        surrogate=surrogate,
+        entropy=mean(entropies),
+        clip_low_fraction=aux.clip_low_fraction,
+        clip_high_fraction=aux.clip_high_fraction,
+        kl_k3=mean(kl_k3(labels.generator_logprobs, trained)),
+        kl_reference=penalty,
+    )
+    maxima = PolicyMaxima(
+        ratio=aux.ratio_max,
+        logprob_diff=masked_max(jnp.abs(trained - labels.generator_logprobs), mask, empty=0.0),
+    )
+    return surrogate + algorithm.kl_coefficient * penalty, *jax.lax.stop_gradient((sums, maxima))
+
+
+def policy_metrics(sums: PolicySums, maxima: PolicyMaxima, *, with_reference: bool) -> dict[str, Array]:
+    """Names of a run; both must be those of all micro-batches and devices."""
     metrics = {
-        "policy/entropy": masked_mean(entropies, mask, count=count),
-        "policy/clip_low_fraction": aux.clip_low_fraction,
-        "policy/clip_high_fraction": aux.clip_high_fraction,
-        "agreement/kl_k3": masked_mean(kl_k3(generator_logprobs, trained), mask, count=count),
+        "policy/loss": sums.surrogate,
+        "policy/entropy": sums.entropy,
+        "policy/clip_low_fraction": sums.clip_low_fraction,
+        "policy/clip_high_fraction": sums.clip_high_fraction,
+        "policy/ratio_max": maxima.ratio,
+        "agreement/kl_k3": sums.kl_k3,
+        "agreement/logprob_diff_max": maxima.logprob_diff,
     }
-    maxima = {
-        "policy/ratio_max": aux.ratio_max,
-        "agreement/logprob_diff_max": masked_max(jnp.abs(trained - generator_logprobs), mask, empty=0.0),
-    }
-    loss, metrics = packed.total((loss, metrics))
-    metrics |= {"policy/loss": loss} | packed.largest(maxima)
-    if reference is not None:
-        initial: Decoder = spec.policy_graph.merge(jax.lax.stop_gradient(reference))
-        states = initial(batch.tokens, batch.positions, batch.segment_ids, packed=packed).hidden
-        initial_logprobs, _ = label_logprobs(initial, states, labels, spec.sampling, spec.chunk_tokens, packed)
-        penalty = packed.total(masked_mean(kl_k3(logprobs, initial_logprobs), mask, count=count))
-        loss = loss + algorithm.kl_coefficient * penalty
-        metrics["policy/kl_reference"] = penalty
-    return loss, metrics
+    return metrics | ({"policy/kl_reference": sums.kl_reference} if with_reference else {})
 
 
-def _routing_terms(sums: RoutingSums, batch: PackedBatch, packed: PackedRows) -> tuple[Array, dict[str, Array]]:
+def draft_terms(
+    draft_params: Params,
+    target: Target,
+    batch: PackedBatch,
+    denominator: Array,
+    spec: ObjectiveSpec,
+    key: Key[Array, ""],
+    context: TrainingContext,
+) -> tuple[Float32[Array, ""], DraftReport]:
+    """The draft's loss of these rows and its report; to be summed over devices."""
+    assert spec.draft_graph is not None and spec.draft_cfg is not None
+    loss = family_of(spec.draft_cfg).loss
+    assert loss is not None, "a family without a loss has no parameters"
+    draft = spec.draft_graph.merge(draft_params)
+    return loss(draft, target, batch, denominator=denominator, key=key, context=context)
+
+
+def routing_terms(sums: RoutingSums, batch: PackedBatch, packed: PackedRows) -> tuple[Array, dict[str, Array]]:
     """Balance loss and metrics of the experts' use, over all devices."""
     replayed = None
     if batch.experts is not None:
@@ -250,7 +341,7 @@ def _routing_terms(sums: RoutingSums, batch: PackedBatch, packed: PackedRows) ->
     return expert_metrics(packed.total(sums), replayed)
 
 
-def _draft_metrics(group: str, report: DraftReport, *, with_losses: bool) -> dict[str, Array]:
+def draft_metrics(group: str, report: DraftReport, *, with_losses: bool) -> dict[str, Array]:
     """Flat names, drafted positions counted from 1."""
     metrics = {f"{group}/tau_prob": report.tau_prob}
     for k in range(report.losses.shape[0]):

@@ -20,8 +20,10 @@ from draftco_jax.distributed.sharding import TRAIN, Axes, partition_specs, shard
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.models.functional import ModelGraph
-from draftco_jax.training.objective import ObjectiveSpec, global_counts, objective
+from draftco_jax.pipeline.spec import PipelineSpec
+from draftco_jax.training.objective import ObjectiveSpec, across, global_counts, objective
 from draftco_jax.training.optimizer import apply_gradients
+from draftco_jax.training.pipelined import pipelined_gradients
 from draftco_jax.types import PackedBatch
 
 Params = Any
@@ -62,10 +64,11 @@ def make_update(spec: ObjectiveSpec, optimizers: Optimizers, mesh: Mesh | None =
     and so are the policy's parameters (`place_policy`), whose optimizer state follows them. A draft is whole on every
     device.
     """
-    if mesh is None and spec.packed.mesh_axes:
-        raise ValueError(f"mesh=None must be the mesh with axes {spec.packed.mesh_axes} of spec.packed; pass it")
+    axes = spec.everywhere.mesh_axes
+    if mesh is None and axes:
+        raise ValueError(f"mesh=None must be the mesh with axes {axes} of spec; pass it")
     if mesh is not None:
-        check_mesh(spec.packed, mesh)
+        check_mesh(spec.everywhere, mesh)
     return jax.jit(partial(update, spec=spec, optimizers=optimizers, mesh=mesh))
 
 
@@ -100,32 +103,48 @@ def check_rows(batch: PackedBatch, packed: PackedRows, draft_cfg: DraftConfig | 
     family_of(draft_cfg).check_batch(batch, draft_cfg, packed)
 
 
-def place_batch(batch: PackedBatch, packed: PackedRows, mesh: Mesh, *, draft_cfg: DraftConfig | None) -> PackedBatch:
+def place_batch(
+    batch: PackedBatch,
+    packed: PackedRows,
+    mesh: Mesh,
+    *,
+    draft_cfg: DraftConfig | None,
+    pipeline: PipelineSpec | None = None,
+) -> PackedBatch:
     """Whole rows from the host, checked (`check_rows`), put in the order of the ranks and spread over the mesh."""
-    check_mesh(packed, mesh)
+    check_mesh(across(packed, pipeline), mesh)
     check_rows(batch, packed, draft_cfg)
     rows, shards = batch.tokens.shape[0], math.prod(mesh.shape[axis] for axis in packed.row_axes)
     if rows % shards:
         raise ValueError(f"rows={rows} must be a multiple of {shards}, the devices of {packed.row_axes}; pad the batch")
+    if pipeline is not None and rows // shards % pipeline.microbatches:
+        raise ValueError(
+            f"rows={rows // shards} of a device must be a multiple of microbatches={pipeline.microbatches}; pad them"
+        )
     order = packed.row_layout(batch.tokens.shape[1]).order()
     sharding = NamedSharding(mesh, batch_spec(packed))
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, order], sharding), batch)
 
 
-def policy_specs(graph: ModelGraph, policy: Params, packed: PackedRows, mesh: Mesh) -> Params:
-    """A `PartitionSpec` for each parameter of the policy: the train table, with the axes that `packed` names."""
+def policy_specs(
+    graph: ModelGraph, policy: Params, packed: PackedRows, mesh: Mesh, pipeline: PipelineSpec | None = None
+) -> Params:
+    """A `PartitionSpec` for each parameter of the policy: the train table, with the axes that `packed` names, and that
+    of the stages where the policy is cut into some."""
     changed: dict[str, Axes] = {
         MeshAxis.TENSOR: packed.tensor_axis,
         MeshAxis.EXPERT: packed.expert_axes or None,
-        MeshAxis.STAGE: None,  # no stage of its own yet: every device has all layers
+        MeshAxis.STAGE: None if pipeline is None else pipeline.stage_axis,
     }
     return partition_specs(graph.merge(policy), with_axes(TRAIN, changed), mesh.shape)
 
 
-def place_policy(policy: Params, graph: ModelGraph, packed: PackedRows, mesh: Mesh) -> Params:
+def place_policy(
+    policy: Params, graph: ModelGraph, packed: PackedRows, mesh: Mesh, pipeline: PipelineSpec | None = None
+) -> Params:
     """The policy's parameters, or a reference's, spread over the mesh."""
-    check_mesh(packed, mesh)
-    return jax.device_put(policy, shardings(policy_specs(graph, policy, packed, mesh), mesh))
+    check_mesh(across(packed, pipeline), mesh)
+    return jax.device_put(policy, shardings(policy_specs(graph, policy, packed, mesh, pipeline), mesh))
 
 
 def batch_spec(packed: PackedRows) -> PartitionSpec:
@@ -147,9 +166,7 @@ def update(
     """One optimizer step of every trained group; metrics are float32 scalars."""
     params = {"policy": state.policy} | ({} if state.draft is None else {"draft": state.draft})
     key = spec.draft_key(state.step)
-    gradients, metrics = jax.grad(joint_loss(spec, mesh), has_aux=True)(
-        params, batch, draft_loss_weight, reference, frozen_draft, key
-    )
+    gradients, metrics = joint_gradients(spec, mesh)(params, batch, draft_loss_weight, reference, frozen_draft, key)
     policy, policy_optimizer = apply_gradients(
         optimizers.policy, gradients["policy"], state.policy_optimizer, state.policy
     )
@@ -159,6 +176,43 @@ def update(
         draft, draft_optimizer = apply_gradients(optimizers.draft, gradients["draft"], draft_optimizer, draft)
         metrics["draft/gradient_norm"] = optax.tree.norm(gradients["draft"])
     return TrainState(state.step + 1, policy, draft, policy_optimizer, draft_optimizer), metrics
+
+
+def joint_gradients(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Params, dict[str, Array]]]:
+    """``(params, batch, draft_loss_weight, reference, frozen_draft, key)`` -> gradients, metrics.
+
+    Under a pipeline the gradients are made inside the shard_map, a micro-batch at a time; else by differentiating it.
+    """
+    if spec.pipeline is None:
+        return jax.grad(joint_loss(spec, mesh), has_aux=True)
+    assert mesh is not None, "make_update refuses a pipeline without a mesh"
+    axes, devices = spec.everywhere.mesh_axes, mesh
+
+    def gradients(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Params, dict[str, Array]]:
+        reference, frozen_draft, key = rest
+        counts = global_counts(batch, spec.draft_cfg, key, spec.packed)
+        return pipelined_gradients(params, batch, counts, weight, reference, frozen_draft, spec, key)
+
+    def spread(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Params, dict[str, Array]]:
+        whole = PartitionSpec()
+        specs = model_specs(spec, params, devices)
+        run = jax.shard_map(
+            gradients,
+            mesh=devices,
+            in_specs=(specs, batch_spec(spec.packed), whole, batch_spec(spec.packed), whole, whole),
+            out_specs=(specs, whole),
+            axis_names=set(axes),
+            check_vma=True,
+        )
+        return run(params, batch, weight, *rest)
+
+    return spread
+
+
+def model_specs(spec: ObjectiveSpec, params: Params, mesh: Mesh) -> dict[str, Params]:
+    """How the models of an update are split: the policy as `policy_specs` says, a draft not at all."""
+    policy = policy_specs(spec.policy_graph, params["policy"], spec.packed, mesh, spec.pipeline)
+    return {name: policy if name == "policy" else PartitionSpec() for name in params}
 
 
 def joint_loss(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Array, dict[str, Array]]]:
@@ -179,9 +233,8 @@ def joint_loss(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Ar
 
     def spread(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Array, dict[str, Array]]:
         whole = PartitionSpec()
-        policy = policy_specs(spec.policy_graph, params["policy"], spec.packed, mesh)
-        models = {name: policy if name == "policy" else whole for name in params}
-        reference = whole if rest[0] is None else policy
+        models = model_specs(spec, params, mesh)
+        reference = whole if rest[0] is None else models["policy"]
         run = jax.shard_map(
             loss,
             mesh=mesh,

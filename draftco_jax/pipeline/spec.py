@@ -1,0 +1,42 @@
+"""How an update goes through the stages: one value that a run compiles in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftco_jax.distributed.axes import MeshAxis
+from draftco_jax.pipeline.layout import StageLayout
+from draftco_jax.pipeline.schedule import ScheduleName, make_schedule
+from draftco_jax.pipeline.tap_channel import Placement, TapMode, TapPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """How the update goes through the stages. Compiled in."""
+
+    layout: StageLayout
+    microbatches: int
+    """M, of the rows of a device."""
+    schedule: ScheduleName = "1f1b"
+    draft_placement: Placement = "all_stages"
+    tap_mode: TapMode = "direct"
+    stamps: bool = False
+    """Check the number of each micro-batch's features where they are used (`pipeline/wrong_stamps`)."""
+    stage_axis: str = MeshAxis.STAGE
+
+    def __post_init__(self) -> None:
+        """Refuse no micro-batches."""
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches={self.microbatches} must be >= 1; as many as stages, or more")
+
+    @property
+    def padded(self) -> int:
+        """M with those that hold nothing: groups of as many as there are stages."""
+        stages = self.layout.stages
+        return -(-self.microbatches // stages) * stages
+
+    def plan(self, tap_layers: tuple[int, ...]) -> TapPlan:
+        """Schedule and route of the features."""
+        layout = self.layout
+        schedule = make_schedule(self.schedule, stages=layout.stages, chunks=layout.chunks, microbatches=self.padded)
+        return TapPlan(layout, schedule, tap_layers, self.draft_placement, self.tap_mode, self.stamps)

@@ -1,0 +1,363 @@
+"""The pipeline: one program for all stages, a tick at a time, with its own backward.
+
+In a tick every stage runs at most one forward F and one backward B of a chunk, then outputs go one stage on and
+gradients one stage back (`schedule`). B makes the chunk again from its saved input and takes the vector-Jacobian
+product at once, so what is kept between ticks is inputs, as many as the schedule says, and not what lies inside the
+layers: memory does not grow with the number of micro-batches. Three scans go through the ticks: F, F and B, B.
+
+    receive dy, of the virtual stage after      (permute of the last tick's dx)
+    F   x = embedding on the first virtual stage, else received; saved; y, features = chunk(x)
+    send y to the virtual stage after, features where they are wanted
+    B   x = saved; y, vjp = chunk; on the last virtual stage the loss gives dy; dw, dx = vjp(dy)
+
+Everything runs inside one `shard_map`. Weights are typed as varying over all axes that micro-batches differ over, so
+that no gradient is summed before the end. No permute stands under a condition that differs between stages; the head
+stands under one, with collectives of the tensor axis alone.
+
+Letters: S stages, V chunks, K virtual stages, M micro-batches, G groups of S micro-batches, R rows of T tokens of a
+micro-batch, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from draftco_jax.pipeline.schedule import Phase, Schedule
+from draftco_jax.pipeline.tap_channel import Letter, OnLast, Spread, TapPlan, Tick
+from pallas_kernels.manual_axes import cast
+
+Tree = Any
+
+
+class Chunk(NamedTuple):
+    """What a chunk of layers makes of one micro-batch."""
+
+    y: jax.Array  # [R, T, D]
+    taps: tuple[jax.Array, ...]  # [R, T, D] each; none where they were not asked for
+    penalty: jax.Array | None  # f32[] a term of the loss that the layers themselves have
+    sums: Tree  # statistics that micro-batches add up
+
+
+class Head(NamedTuple):
+    """What the last virtual stage makes of its output."""
+
+    sums: Tree
+    maxima: Tree
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """The model as the pipeline sees it; `m` is a traced micro-batch, `k` a traced virtual stage."""
+
+    weights: Tree
+    """Of all chunks of this stage, arrays [V, ...]."""
+    embedding: jax.Array
+    head_params: Tree
+    embed: Callable[[Array], Array]
+    """m -> x"""
+    embedding_gradient: Callable[[Array, Array, Array, Array], Array]
+    """(sum so far, m, dx, whether) -> sum"""
+    chunk: Callable[..., Chunk]
+    """(weights of one chunk, x, m, k, with_taps=...) -> Chunk"""
+    head: Callable[[Tree, Array, Array], tuple[Array, Head]]
+    """(head_params, y, m) -> loss, what is logged"""
+    draft: Callable[[Array, Array], Tree] | None = None
+    """(features [F, R, T, D], m) -> what micro-batches add up: loss, gradients, statistics"""
+
+
+class PipelineResult(NamedTuple):
+    """Sums over the micro-batches that this device worked on; over stages they are still to be summed."""
+
+    weights: Tree  # gradients, f32[V, ...]
+    embedding: jax.Array
+    head: Tree
+    head_sums: Tree
+    head_maxima: Tree
+    chunk_sums: Tree  # [V, ...]
+    draft: Tree  # None without a draft
+    wrong_stamps: jax.Array  # i32[]
+
+
+class _Turns(NamedTuple):
+    """The forwards or backwards of a tick: arrays [S], or a stage's own."""
+
+    microbatch: jax.Array
+    chunk: jax.Array
+    slot: jax.Array
+    active: jax.Array
+
+
+class _Row(NamedTuple):
+    """One tick of the schedule, and what the tap channel is told of it."""
+
+    forward: _Turns
+    backward: _Turns
+    due: jax.Array
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick on a device."""
+
+    x: jax.Array  # received
+    dx: jax.Array  # made in the last tick, not sent yet
+    inputs: jax.Array  # [slots + 1, R, T, D]
+    result: PipelineResult
+    channel: Spread | OnLast | None
+
+
+def run_pipeline(program: StageProgram, plan: TapPlan, *, axis: str, axes: frozenset[str]) -> PipelineResult:
+    """All ticks of one update, on each device of a shard_map.
+
+    Args:
+        program: the model.
+        plan: schedule, layout, and the route of the features.
+        axis: mesh axis of the stages.
+        axes: all mesh axes that micro-batches and stages differ over.
+    """
+    return _Pipeline(program, plan, axis, axes).run()
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    program: StageProgram
+    plan: TapPlan
+    axis: str
+    axes: frozenset[str]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.schedule
+
+    @property
+    def last(self) -> int:
+        """The last virtual stage."""
+        return self.schedule.virtual_stages - 1
+
+    def run(self) -> PipelineResult:
+        carry, groups = self._start(), 0
+        in_groups = isinstance(carry.channel, Spread) and not self.plan.late
+        for phase in self.schedule.phases:
+            rows = self._rows(phase)
+            through = int(((self.plan.group_ends >= phase.start) & (self.plan.group_ends < phase.stop)).sum())
+            if in_groups and through:
+                carry = self._groups(carry, rows, phase, range(groups, groups + through))
+            else:
+                carry, _ = lax.scan(partial(self._tick, phase=phase), carry, rows)
+            groups += through
+        return self._train_late(carry, groups)
+
+    def _start(self) -> _Carry:
+        program, plan = self.program, self.plan
+        m = cast(jnp.int32(0), self.axes)
+        act = _zeros_of(jax.eval_shape(program.embed, m))
+        out = jax.eval_shape(partial(program.chunk, with_taps=False), self._chunk(m), act, m, m)
+        head = jax.eval_shape(program.head, program.head_params, act, m)[1]
+        over_chunks = lambda s: jnp.zeros_like(jnp.broadcast_to(s, (self.schedule.chunks, *s.shape)))  # noqa: E731
+        channel, drafted = None, None
+        if program.draft is not None:
+            channel = (Spread if plan.placement == "all_stages" else OnLast).empty(plan, act)
+            features = jnp.zeros_like(jnp.broadcast_to(act, (plan.features, *act.shape)))
+            drafted = _zeros_of(jax.eval_shape(program.draft, features, m))
+        gradients = lambda tree: jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), tree)  # noqa: E731
+        result = PipelineResult(
+            weights=gradients(program.weights),
+            embedding=gradients(program.embedding),
+            head=gradients(program.head_params),
+            head_sums=_zeros_of(head.sums),
+            head_maxima=_zeros_of(head.maxima),
+            chunk_sums=jax.tree.map(over_chunks, _zeros_of(out.sums)),
+            draft=drafted,
+            wrong_stamps=jnp.zeros_like(m),
+        )
+        inputs = jnp.zeros_like(jnp.broadcast_to(act, (self.schedule.slots + 1, *act.shape)))
+        return _Carry(act, act, inputs, result, channel)
+
+    # ---- one tick ----
+
+    def _tick(self, carry: _Carry, row: _Row, *, phase: Phase) -> tuple[_Carry, None]:
+        dy = self._hop(carry.dx, -1) if phase.backward else None
+        if phase.forward:
+            carry = self._forward(carry, row, phase)
+        if dy is not None:
+            carry = self._backward(carry, self._mine(row.backward), dy, phase)
+        return carry, None
+
+    def _forward(self, carry: _Carry, row: _Row, phase: Phase) -> _Carry:
+        program, mine = self.program, self._mine(row.forward)
+        m, k = mine.microbatch, self._virtual_stage(mine)
+        x = jnp.where(k == 0, program.embed(m), carry.x)
+        out = program.chunk(self._chunk(mine.chunk), x, m, k, with_taps=program.draft is not None)
+        inputs = lax.dynamic_update_index_in_dim(carry.inputs, x, mine.slot, 0)
+        carry = carry._replace(inputs=inputs, x=self._hop(out.y, +1))
+        if program.draft is None:
+            return carry
+        made = Letter.of((*out.taps, out.y), m, stamps=self.plan.stamps)
+        return self._features(carry, row, made, phase)
+
+    def _features(self, carry: _Carry, row: _Row, made: Letter, phase: Phase) -> _Carry:
+        """What the tap channel does with this tick's features; on the last stage the draft trains at once."""
+        plan, channel = self.plan, carry.channel
+        tick = Tick(row.forward.microbatch, row.forward.chunk, row.forward.active, row.due)
+        if isinstance(channel, Spread):
+            return carry._replace(channel=channel.keep(plan, tick, made, lax.axis_index(self.axis)))
+        assert isinstance(channel, OnLast)
+        ticks = slice(phase.start, phase.stop)
+        trains = self.schedule.forward.active[ticks, -1] & (
+            self.schedule.forward.chunk[ticks, -1] == plan.layout.chunks - 1
+        )
+        if trains.any() and not plan.late:
+            mine = self._mine(row.forward)
+            here = mine.active & (self._virtual_stage(mine) == self.last)
+            letter = channel.due(plan, tick, made)
+            carry = carry._replace(result=self._train(carry.result, letter, mine.microbatch, here))
+        return carry._replace(channel=channel.after(plan, tick, made, self.axis))
+
+    def _backward(self, carry: _Carry, mine: _Turns, dy: Array, phase: Phase) -> _Carry:
+        program, result, m, ok = self.program, carry.result, mine.microbatch, mine.active
+        k = self._virtual_stage(mine)
+        x = lax.dynamic_index_in_dim(carry.inputs, mine.slot, 0, keepdims=False)
+
+        def chunk(weights: Tree, x: Array) -> tuple[tuple[Array, Array | None], Tree]:
+            out = program.chunk(weights, x, m, k, with_taps=False)
+            return (out.y, out.penalty), out.sums
+
+        (y, penalty), vjp, sums = jax.vjp(chunk, self._chunk(mine.chunk), x, has_aux=True)
+        if phase.head:
+            last = ok & (k == self.last)
+            head, dhead, dy_of_loss = self._head(last, y, m)
+            dy = jnp.where(last, dy_of_loss, dy)
+            result = result._replace(
+                head=_add(result.head, dhead),
+                head_sums=_add(result.head_sums, head.sums),
+                head_maxima=jax.tree.map(jnp.maximum, result.head_maxima, head.maxima),
+            )
+        dpenalty = None if penalty is None else jnp.where(ok, jnp.ones_like(penalty), jnp.zeros_like(penalty))
+        dweights, dx = vjp((dy, dpenalty))
+        add = lambda total, g: total.at[mine.chunk].add(_only_if(ok, g).astype(total.dtype))  # noqa: E731
+        # The hops must end before what only some stages do, or on the others they would hide behind nothing.
+        x_next, dx = lax.optimization_barrier((carry.x, dx))
+        result = result._replace(
+            weights=jax.tree.map(add, result.weights, dweights),
+            chunk_sums=jax.tree.map(add, result.chunk_sums, sums),
+            embedding=program.embedding_gradient(result.embedding, m, dx, ok & (k == 0)),
+        )
+        return carry._replace(x=x_next, dx=dx, result=result)
+
+    def _head(self, last: Array, y: Array, m: Array) -> tuple[Head, Tree, Array]:
+        """Loss on the last virtual stage: what is logged, gradients of the head, dy; zeros elsewhere."""
+
+        def there(y: Array) -> tuple[Head, Tree, Array]:
+            loss_of = jax.value_and_grad(self.program.head, argnums=(0, 1), has_aux=True)
+            (_, head), (dhead, dy) = loss_of(self.program.head_params, y, m)
+            return head, dhead, dy
+
+        return lax.cond(last, there, lambda y: _zeros_of(jax.eval_shape(there, y)), y)
+
+    # ---- the draft ----
+
+    def _groups(self, carry: _Carry, rows: _Row, phase: Phase, groups: range) -> _Carry:
+        """all_stages: the ticks of each group; then every stage trains on its micro-batch of it, or of the one before.
+
+        Training on the one before leaves the exchange all ticks of a group to hide behind.
+        """
+        direct = self.plan.mode == "direct"
+        by_group = jax.tree.map(lambda table: table.reshape(len(groups), -1, *table.shape[1:]), rows)
+
+        def body(carry: _Carry, step: tuple[Array, _Row]) -> tuple[_Carry, None]:
+            group, rows = step
+            before = self._own(carry, group - 1) if direct and groups.stop > 1 else None
+            carry, _ = lax.scan(partial(self._tick, phase=phase), carry, rows)
+            if not direct:
+                return carry._replace(result=self._train(carry.result, *self._own(carry, group))), None
+            if before is None:
+                return carry, None
+            # The condition is the same on all devices, so permutes may stand under it.
+            train = lambda result: self._train(result, *before)  # noqa: E731
+            result = train(carry.result) if groups.start else lax.cond(group > 0, train, lambda r: r, carry.result)
+            return carry._replace(result=result), None
+
+        carry, _ = lax.scan(body, carry, (jnp.arange(groups.start, groups.stop, dtype=jnp.int32), by_group))
+        return carry
+
+    def _own(self, carry: _Carry, group: Array) -> tuple[Letter, Array, Array]:
+        """This stage's micro-batch of a group: its features, its number, and that it trains."""
+        assert isinstance(carry.channel, Spread)
+        m = group * self.schedule.stages + lax.axis_index(self.axis)
+        return carry.channel.exchange(self.plan, group, self.axis), m, m >= 0
+
+    def _train_late(self, carry: _Carry, groups: int) -> PipelineResult:
+        """What is left to train on when all ticks are over."""
+        plan, channel, result = self.plan, carry.channel, carry.result
+        if isinstance(channel, Spread) and (plan.late or plan.mode == "direct"):
+            left = jnp.arange(0 if plan.late else groups - 1, groups, dtype=jnp.int32)
+            step = lambda result, group: (self._train(result, *self._own(carry, group)), None)  # noqa: E731
+            result, _ = lax.scan(step, result, left)
+        elif isinstance(channel, OnLast) and plan.late:
+            result, _ = lax.scan(partial(self._train_on_last, channel), result, jnp.arange(self.schedule.microbatches))
+        return result
+
+    def _train_on_last(self, channel: OnLast, result: PipelineResult, m: Array) -> tuple[PipelineResult, None]:
+        """post: one micro-batch after the other."""
+        here = cast(lax.axis_index(self.axis) == self.schedule.stages - 1, self.axes)
+        return self._train(result, channel.collect(self.plan, m, self.axis), m, here), None
+
+    def _train(self, result: PipelineResult, letter: Letter, m: Array, here: Array) -> PipelineResult:
+        """The draft's loss and gradients of one micro-batch, added where `here`."""
+        assert self.program.draft is not None
+        drafted = _only_if(here, self.program.draft(letter.data, m))
+        wrong = result.wrong_stamps + _only_if(here, letter.wrong(m))
+        return result._replace(draft=_add(result.draft, drafted), wrong_stamps=wrong)
+
+    # ---- small parts ----
+
+    def _rows(self, phase: Phase) -> _Row:
+        """Tables of the ticks of a phase."""
+        schedule, ticks = self.schedule, slice(phase.start, phase.stop)
+        work = schedule.forward
+        on_last = work.active[:, -1] & (work.chunk[:, -1] == schedule.chunks - 1)
+        due = np.append(np.where(on_last, work.microbatch[:, -1], -1)[1:], -1).astype(np.int32)
+        cut = lambda table: jnp.asarray(table[ticks])  # noqa: E731
+        return _Row(_Turns(*map(cut, work)), _Turns(*map(cut, schedule.backward)), cut(due))
+
+    def _mine(self, turns: _Turns) -> _Turns:
+        """This stage's part of a tick."""
+        stage = lax.axis_index(self.axis)
+        return jax.tree.map(lambda table: table[stage], turns)
+
+    def _virtual_stage(self, mine: _Turns) -> Array:
+        return mine.chunk * self.schedule.stages + lax.axis_index(self.axis)
+
+    def _chunk(self, chunk: Array) -> Tree:
+        """Weights of one chunk."""
+        if self.schedule.chunks == 1:
+            return jax.tree.map(lambda leaf: leaf[0], self.program.weights)
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, chunk, 0, keepdims=False), self.program.weights)
+
+    def _hop(self, x: Array, step: int) -> Array:
+        """One stage on or back; with several chunks the ends are joined."""
+        stages = self.schedule.stages
+        pairs = [(s, (s + step) % stages) for s in range(stages) if self.schedule.chunks > 1 or 0 <= s + step < stages]
+        return lax.ppermute(x, self.axis, pairs) if pairs else x
+
+
+def _add(total: Tree, more: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+
+
+def _only_if(here: Array, tree: Tree) -> Tree:
+    """Zeros elsewhere, also for what is not finite."""
+    return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree)
+
+
+def _zeros_of(shapes: Tree) -> Tree:
+    """Zeros of these shapes, dtypes and types."""
+    return jax.tree.map(lambda s: cast(jnp.zeros(s.shape, s.dtype), s.manual_axis_type.varying), shapes)

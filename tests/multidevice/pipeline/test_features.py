@@ -1,0 +1,119 @@
+"""The tap channel alone, on a model of a few numbers: what arrives, by every route, is what was made, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from draftco_jax.distributed.axes import make_mesh
+from draftco_jax.pipeline.layout import split_layers
+from draftco_jax.pipeline.schedule import make_schedule
+from draftco_jax.pipeline.staged import slots_of
+from draftco_jax.pipeline.stages import Chunk, Head, StageProgram, run_pipeline
+from draftco_jax.pipeline.tap_channel import TapPlan
+from pallas_kernels.manual_axes import cast
+
+SHAPE = (1, 3, 4)
+ROUTES = [(placement, mode) for placement in ("all_stages", "last_stage") for mode in ("direct", "hold", "post")]
+
+
+def layer(weight, x):
+    return x + jnp.sin(x * weight[None, None]) * 0.3
+
+
+def plain(weights, starts, taps):
+    """[M, F, ...] the features of every micro-batch, made one layer after the other."""
+
+    @jax.jit
+    def one(x):
+        found = []
+        for number, weight in enumerate(weights):
+            x = layer(weight, x)
+            found += [x] if number in taps else []
+        return jnp.stack([*found, x])
+
+    return np.stack([one(x) for x in starts])
+
+
+def arrivals(plan: TapPlan, weights, starts):
+    """[M, F, ...] what the draft was given, how often each micro-batch was trained on, and wrong stamps."""
+    layout, count = plan.layout, len(starts)
+    entries = {layout.entry(k): row for k, row in enumerate(layout.table)}
+    stacked = jnp.stack([weights[jnp.array(entries[e])] for e in range(layout.virtual_stages)])
+
+    def on_device(weights, starts):
+        axes = frozenset({"stage"})
+        starts = cast(starts, axes)
+        padded = jnp.pad(starts, ((0, plan.schedule.microbatches - count), *((0, 0),) * 3))
+
+        def chunk(weights, x, m, k, *, with_taps):
+            slots = slots_of(layout, k, plan.slots[0] if with_taps else None, plan.slots[1])
+            kept = jnp.zeros_like(jnp.broadcast_to(x, (slots.kept + 1, *x.shape)))
+            for slot in range(len(layout.kinds)):
+                x = layer(weights[slot], x)
+                if with_taps:
+                    kept = kept.at[jnp.minimum(slots.taps[slot], slots.kept)].set(x)
+            return Chunk(x, tuple(kept[:-1]), None, None)
+
+        def draft(features, m):
+            seen = jnp.zeros_like(jnp.broadcast_to(features, (plan.schedule.microbatches, *features.shape)))
+            once = jnp.zeros_like(seen[:, 0, 0, 0, 0])
+            return seen.at[m].set(features), once.at[m].set(1.0)
+
+        nothing = jnp.zeros_like(padded[0, 0, 0, 0])
+        program = StageProgram(
+            weights=weights,
+            embedding=nothing,
+            head_params=nothing,
+            embed=lambda m: padded[m],
+            embedding_gradient=lambda total, m, dx, here: total,
+            chunk=chunk,
+            head=lambda params, y, m: (jnp.sum(y) + params, Head(jnp.sum(y) * 0, jnp.sum(y) * 0)),
+            draft=draft,
+        )
+        result = run_pipeline(program, plan, axis="stage", axes=axes)
+        return jax.lax.psum((result.draft, result.wrong_stamps), "stage")
+
+    whole = PartitionSpec()
+    mesh = make_mesh({"stage": layout.stages})
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(PartitionSpec("stage"), whole), out_specs=whole)
+    (seen, trained), wrong = jax.jit(run)(stacked, starts)
+    return np.asarray(seen)[:count], np.asarray(trained), int(wrong)
+
+
+@functools.cache
+def model(layers, count):
+    rng = np.random.default_rng(4)
+    weights = jnp.asarray(rng.normal(size=(layers, SHAPE[-1])), jnp.float32)
+    return weights, jnp.asarray(rng.normal(size=(count, *SHAPE)), jnp.float32)
+
+
+def plan_of(stages, chunks, count, taps, layers, placement, mode, **changes):
+    layout = split_layers(("layer",) * layers, stages=stages, chunks=chunks)
+    schedule = make_schedule("1f1b", stages=stages, chunks=chunks, microbatches=-(-count // stages) * stages)
+    return TapPlan(layout, schedule, taps, placement, mode, stamps=True, **changes)
+
+
+@pytest.mark.parametrize(("placement", "mode"), ROUTES)
+@pytest.mark.parametrize(("stages", "chunks", "count", "taps"), [(4, 1, 8, (1, 4, 5, 6)), (2, 2, 5, (0, 3, 7))])
+def test_what_arrives_is_what_was_made(placement, mode, stages, chunks, count, taps):
+    plan = plan_of(stages, chunks, count, taps, 8, placement, mode)
+    weights, starts = model(8, count)
+    seen, trained, wrong = arrivals(plan, weights, starts)
+    np.testing.assert_array_equal(seen, plain(weights, starts, taps))
+    assert wrong == 0
+    assert (trained == 1).all(), "each micro-batch is trained on once"
+
+
+@pytest.mark.parametrize(("placement", "mode"), [route for route in ROUTES if route[1] != "post"])
+def test_a_ring_one_slot_too_small_is_seen_by_its_stamps(placement, mode):
+    plan = plan_of(4, 1, 8, (1, 4, 5, 6), 8, placement, mode, depth_change=-1)
+    weights, starts = model(8, 8)
+    seen, _, wrong = arrivals(plan, weights, starts)
+    assert wrong > 0
+    assert not np.array_equal(seen, plain(weights, starts, (1, 4, 5, 6)))
