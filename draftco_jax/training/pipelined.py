@@ -40,6 +40,7 @@ from draftco_jax.training.objective import (
     policy_terms,
 )
 from draftco_jax.types import PackedBatch
+from pallas_kernels.manual_axes import varying_axes
 
 Params = Any
 
@@ -156,13 +157,18 @@ class _Update:
 
     def _policy_gradients(self, result: PipelineResult) -> Params:
         """Summed over all devices that share the parameter, in its dtype."""
-        spec, params = self.spec, self.params["policy"]
+        params, axes = self.params["policy"], frozenset(self.spec.everywhere.axes)
         embedding, head = result.embedding, dict(result.head)
         if "embed_tokens" in head:
             embedding = embedding + head.pop("embed_tokens")
-        shared = spec.everywhere.total({"embed_tokens": embedding} | head)
-        found = shared | {"stages": spec.packed.total(_plain(result.weights))}
-        return jax.tree.map(lambda g, p: g.astype(p.dtype), found, params)
+        found = {"embed_tokens": embedding, "stages": nnx.to_pure_dict(result.weights)} | head
+
+        def summed(gradient: Array, param: Array) -> Array:
+            # Over the axes that the parameter was cast to vary over, not over those that it is split over itself.
+            shared = tuple(sorted(axes - varying_axes(param)))
+            return lax.psum(gradient, shared).astype(param.dtype) if shared else gradient.astype(param.dtype)
+
+        return jax.tree.map(summed, found, params)
 
     def _policy_metrics(self, result: PipelineResult, policy: StagedDecoder) -> dict[str, Array]:
         everywhere = self.spec.everywhere
@@ -223,7 +229,7 @@ class _ChunkCall:
     def _balance(self, sums: RoutingSums, batch: PackedBatch, k: Array) -> Float32[Array, ""]:
         """Balance loss of the layers of a virtual stage on a micro-batch, its share of the mean over all layers."""
         routed, packed = RoutedSlots.of(self.policy), self.update.spec.packed
-        losses = jax.vmap(balance_loss)(packed.total(sums)) * jnp.asarray(routed.here)[k]
+        losses = jax.vmap(balance_loss)(packed.total(sums)) * jnp.asarray(routed.here, jnp.float32)[k]
         tokens = packed.total(jnp.sum(batch.segment_ids > 0, dtype=jnp.float32))
         everything = packed.total(jnp.sum(self.update.batch.segment_ids > 0, dtype=jnp.float32))
         return jnp.sum(losses) / routed.layers * tokens / jnp.maximum(everything, 1.0)
@@ -276,8 +282,3 @@ def _at(tree: Any, m: Array) -> Any:
 
 def _float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-
-def _plain(state: Any) -> Any:
-    """A state of Flax as the plain tree that parameters are."""
-    return nnx.to_pure_dict(state)

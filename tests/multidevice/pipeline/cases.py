@@ -44,7 +44,8 @@ def dense(layers: int = 8) -> Qwen3Config:
 
 
 def draft_configs(policy) -> dict:
-    taps = (1, policy.num_hidden_layers // 2, policy.num_hidden_layers - 2)
+    middle = policy.num_hidden_layers // 2
+    taps = (1, middle, max(policy.num_hidden_layers - 2, middle + 1))
     blocks = {"mask_token_id": 23, "num_hidden_layers": 1, "block_size": 4, "row_anchors": 12, "num_anchors": 3}
     return {
         "eagle3": dataclasses.replace(Eagle3Config.for_target(policy, passes=2), tap_layers=taps),
@@ -74,17 +75,17 @@ def batch_of_rows(rows: int) -> PackedBatch:
     return PackedBatch(tokens=tokens, **arrays, **labels)
 
 
-def lively(params):
-    """Matrices ten times their usual size, so that every layer matters to the result."""
-    return jax.tree.map(lambda x: x * 10.0 if x.ndim > 1 else x, params)
+def lively(params, factor):
+    """Matrices some times their usual size, so that every layer matters to the result."""
+    return jax.tree.map(lambda x: x * factor if x.ndim > 1 else x, params)
 
 
 class Setup:
     """A policy and a draft, with gradients and metrics on one device."""
 
-    def __init__(self, policy_cfg, draft_cfg, *, algorithm=None, compute=FLOAT32):
+    def __init__(self, policy_cfg, draft_cfg, *, algorithm=None, compute=FLOAT32, factor=10.0):
         self.cfg, self.draft_cfg, self.compute = policy_cfg, draft_cfg, compute
-        self.policy = lively(initialise(policy_cfg.build, jax.random.key(1))[1])
+        self.policy = lively(initialise(policy_cfg.build, jax.random.key(1))[1], factor)
         self.draft = None if draft_cfg is None else initialise(draft_cfg.build, jax.random.key(2))[1]
         self.spec = ObjectiveSpec(
             policy_graph=graph_of(partial(policy_cfg.build, compute=compute)),
@@ -105,10 +106,10 @@ class Setup:
     def _alone(self):
         return jax.jit(joint_gradients(self.spec, None))
 
-    def alone(self, batch):
-        """Gradients and metrics on one device."""
+    def alone(self, batch, *, reference=None, frozen=None):
+        """Gradients and metrics on one device; `reference`: the policy of the penalty."""
         batch = jax.tree.map(jnp.asarray, batch)
-        return self._alone(self.params(self.policy), batch, self.weight, None, None, self.key)
+        return self._alone(self.params(self.policy), batch, self.weight, reference, frozen, self.key)
 
     def staged(self, sizes, *, chunks=1, microbatches, counts=None, packed=None, **changes):
         """Gradients (in the tree of one device) and metrics over a mesh of these sizes; a function of the batch."""
@@ -130,9 +131,10 @@ class Setup:
         policy = place_policy(to_stages(self.policy, layout), spec.policy_graph, packed, mesh, spec.pipeline)
         run = jax.jit(joint_gradients(spec, mesh))
 
-        def apply(batch, weight=self.weight):
+        def apply(batch, weight=self.weight, *, reference=None, frozen=None):
+            """`reference`: log-probs of labels by the policy of the penalty."""
             placed = place_batch(batch, packed, mesh, draft_cfg=self.draft_cfg, pipeline=spec.pipeline)
-            gradients, metrics = run(self.params(policy), placed, weight, None, None, self.key)
+            gradients, metrics = run(self.params(policy), placed, weight, reference, frozen, self.key)
             gradients = jax.device_get(gradients)
             return gradients | {"policy": from_stages(gradients["policy"], layout)}, jax.device_get(metrics)
 

@@ -53,9 +53,7 @@ def check(cases, setup_of, mesh, draft, microbatches, chunks, changes):
 
 
 @pytest.mark.parametrize(("mesh", "draft", "microbatches", "chunks", "changes"), EVERY_DAY)
-def test_loss_metrics_and_every_gradient_equal_one_device(
-    cases, setup_of, mesh, draft, microbatches, chunks, changes
-):
+def test_loss_metrics_and_every_gradient_equal_one_device(cases, setup_of, mesh, draft, microbatches, chunks, changes):
     check(cases, setup_of, mesh, draft, microbatches, chunks, changes)
 
 
