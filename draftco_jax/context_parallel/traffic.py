@@ -7,12 +7,15 @@ number would be a guess.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pallas_kernels.hlo_text import HloText, Operation, arrays
 
 KINDS = ("collective-permute", "all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-broadcast")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,10 @@ class Collective:
     """Of the result on one device: what a permute sends."""
     times: int
     """How often it runs."""
+    pairs: int = 0
+    """Senders of a permute, of all devices."""
+    name: str = ""
+    """Where it stands in the source: names of scopes and transformations."""
 
     @property
     def total_bytes(self) -> int:
@@ -51,7 +58,17 @@ def collectives(hlo: str) -> list[Collective]:
                 results = results[1:2]  # (operands, results, ...)
             sent = [array for result in results for array in arrays(result)]
             size = sum(size for _, size in sent)
-            found.append(Collective(kind=kind, dtype=sent[0][0], result_bytes=size, times=count))
+            pairs, said = _PAIRS.search(operation.rest), _NAME.search(operation.rest)
+            found.append(
+                Collective(
+                    kind=kind,
+                    dtype=sent[0][0],
+                    result_bytes=size,
+                    times=count,
+                    pairs=pairs[1].count("{") if pairs else 0,
+                    name=said[1] if said else "",
+                )
+            )
     return found
 
 

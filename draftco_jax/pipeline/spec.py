@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from draftco_jax.distributed.axes import MeshAxis
 from draftco_jax.pipeline.layout import StageLayout
 from draftco_jax.pipeline.schedule import ScheduleName, make_schedule
-from draftco_jax.pipeline.tap_channel import Placement, TapMode, TapPlan
+from draftco_jax.pipeline.tap_channel import Baseline, Placement, TapMode, TapPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class PipelineSpec:
     """M, of the rows of a device."""
     schedule: ScheduleName = "1f1b"
     draft_placement: Placement = "all_stages"
-    tap_mode: TapMode = "direct"
+    tap_mode: TapMode | Baseline = "direct"
     stamps: bool = False
     """Check the number of each micro-batch's features where they are used (`pipeline/wrong_stamps`)."""
     stage_axis: str = MeshAxis.STAGE

@@ -31,11 +31,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from draftco_jax.pipeline.host_staging import HostStaging
+from draftco_jax.pipeline.relay import Relay
 from draftco_jax.pipeline.schedule import Phase, Schedule
 from draftco_jax.pipeline.tap_channel import Letter, OnLast, Spread, TapPlan, Tick
 from pallas_kernels.manual_axes import cast
 
 Tree = Any
+Channel = Spread | OnLast | Relay | HostStaging
 
 
 class Chunk(NamedTuple):
@@ -111,7 +114,7 @@ class _Carry(NamedTuple):
     dx: jax.Array  # made in the last tick, not sent yet
     inputs: jax.Array  # [slots + 1, R, T, D]
     result: PipelineResult
-    channel: Spread | OnLast | None
+    channel: Channel | None
 
 
 def run_pipeline(program: StageProgram, plan: TapPlan, *, axis: str, axes: frozenset[str]) -> PipelineResult:
@@ -164,7 +167,7 @@ class _Pipeline:
         over_chunks = lambda s: jnp.zeros_like(jnp.broadcast_to(s, (self.schedule.chunks, *s.shape)))  # noqa: E731
         channel, drafted = None, None
         if program.draft is not None:
-            channel = (Spread if plan.placement == "all_stages" else OnLast).empty(plan, act)
+            channel = _kind_of(plan).empty(plan, act)
             features = jnp.zeros_like(jnp.broadcast_to(act, (plan.features, *act.shape)))
             drafted = _zeros_of(jax.eval_shape(program.draft, features, m))
         gradients = lambda tree: jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), tree)  # noqa: E731
@@ -209,7 +212,7 @@ class _Pipeline:
         tick = Tick(row.forward.microbatch, row.forward.chunk, row.forward.active, row.due)
         if isinstance(channel, Spread):
             return carry._replace(channel=channel.keep(plan, tick, made, lax.axis_index(self.axis)))
-        assert isinstance(channel, OnLast)
+        assert channel is not None
         ticks = slice(phase.start, phase.stop)
         trains = self.schedule.forward.active[ticks, -1] & (
             self.schedule.forward.chunk[ticks, -1] == plan.layout.chunks - 1
@@ -217,7 +220,7 @@ class _Pipeline:
         if trains.any() and not plan.late:
             mine = self._mine(row.forward)
             here = mine.active & (self._virtual_stage(mine) == self.last)
-            letter = channel.due(plan, tick, made)
+            letter = channel.due(plan, tick, made, self.axis)
             carry = carry._replace(result=self._train(carry.result, letter, mine.microbatch, here))
         return carry._replace(channel=channel.after(plan, tick, made, self.axis))
 
@@ -347,6 +350,13 @@ class _Pipeline:
         stages = self.schedule.stages
         pairs = [(s, (s + step) % stages) for s in range(stages) if self.schedule.chunks > 1 or 0 <= s + step < stages]
         return lax.ppermute(x, self.axis, pairs) if pairs else x
+
+
+def _kind_of(plan: TapPlan) -> type[Channel]:
+    """By which route features go."""
+    if plan.placement == "all_stages":
+        return Spread
+    return {"relay": Relay, "host": HostStaging}.get(plan.mode, OnLast)
 
 
 def _add(total: Tree, more: Tree) -> Tree:

@@ -19,6 +19,8 @@ When a feature is sent:
 Depths follow from the schedule (`mailbox`), and one slot less is too few. With `stamps` each slot also holds the number
 of its micro-batch, sent by the same route; a reader counts those that are not what it expects.
 
+Two more modes are baselines to compare with, not for training: `relay` and `host` (modules `relay`, `host_staging`).
+
 Source: 2609.07108 (TapChannel, Eq. 5: bytes = features * activation, once each).
 
 Letters: S stages, V chunks, K virtual stages, M micro-batches, F features, J features that a virtual stage may make,
@@ -29,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,10 @@ from pallas_kernels.manual_axes import fresh, varying_axes
 
 Placement = Literal["all_stages", "last_stage"]
 TapMode = Literal["direct", "hold", "post"]
+Baseline = Literal["relay", "host"]
+
+TAPS_SCOPE = "tap_channel"
+"""In the name of every operation that moves features between stages."""
 
 NO_STAMP = -1
 
@@ -57,10 +63,18 @@ class TapPlan:
     taps: tuple[int, ...]
     """Tapped layers, low to high: features 0 .. len(taps) - 1. The last feature is the final state."""
     placement: Placement = "all_stages"
-    mode: TapMode = "direct"
+    mode: TapMode | Baseline = "direct"
     stamps: bool = False
     depth_change: int = 0
     """Added to every depth: -1 is the negative control of the tests."""
+
+    def __post_init__(self) -> None:
+        """Refuse baselines where they do not go."""
+        if self.mode in get_args(Baseline) and (self.placement != "last_stage" or self.layout.chunks > 1):
+            raise ValueError(
+                f"mode={self.mode} must have placement=last_stage and chunks=1, not {self.placement} and "
+                f"{self.layout.chunks}; use direct"
+            )
 
     @property
     def features(self) -> int:
@@ -206,7 +220,8 @@ class Letter(NamedTuple):
 
     def send(self, axis: str, pairs: list[tuple[int, int]]) -> Letter:
         """To other stages; stages that nothing is sent to get zeros."""
-        return jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), self)
+        with jax.named_scope(TAPS_SCOPE):
+            return jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), self)
 
     def wrong(self, microbatch: Int[Array, ""]) -> Int[Array, ""]:
         """How many stamps are not this micro-batch's; 0 without stamps."""
@@ -280,8 +295,9 @@ class OnLast(NamedTuple):
         first = jnp.int32(0)
         return cls(tuple(boxes), tuple(box.read(first) for box in boxes) if plan.mode == "hold" else ())
 
-    def due(self, plan: TapPlan, tick: Tick, made: Letter) -> Letter:
+    def due(self, plan: TapPlan, tick: Tick, made: Letter, axis: str) -> Letter:
         """direct and hold: all features [F, ...] of the micro-batch that the last virtual stage has in this tick."""
+        del axis
         m = tick.microbatch[plan.layout.stages - 1]
         letters = self.arrived if plan.mode == "hold" else tuple(box.read(m) for box in self.boxes)
         return put_together(plan, (*letters, plan.own_features(plan.layout.virtual_stages - 1, made)))

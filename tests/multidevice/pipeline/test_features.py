@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from draftco_jax.distributed.axes import make_mesh
+from draftco_jax.pipeline.host_staging import MEMORY
 from draftco_jax.pipeline.layout import split_layers
 from draftco_jax.pipeline.schedule import make_schedule
 from draftco_jax.pipeline.staged import slots_of
@@ -108,6 +109,29 @@ def test_what_arrives_is_what_was_made(placement, mode, stages, chunks, count, t
     np.testing.assert_array_equal(seen, plain(weights, starts, taps))
     assert wrong == 0
     assert (trained == 1).all(), "each micro-batch is trained on once"
+
+
+@pytest.mark.parametrize("mode", ["relay", "host"])
+@pytest.mark.parametrize(("stages", "count", "taps"), [(4, 8, (1, 4, 5, 6)), (4, 5, (3, 7)), (2, 4, ())])
+def test_the_baselines_bring_the_same(mode, stages, count, taps):
+    """Taps of every stage, of some, of none: the last stage's own and the final state never travel."""
+    plan = plan_of(stages, 1, count, taps, 8, "last_stage", mode)
+    weights, starts = model(8, count)
+    MEMORY.clear()
+    seen, trained, wrong = arrivals(plan, weights, starts)
+    np.testing.assert_array_equal(seen, plain(weights, starts, taps))
+    assert wrong == 0 and (trained == 1).all()
+    feature = starts[0].nbytes + 4  # and its stamp
+    remote = sum(made < stages - 1 for made in plan.made_at) * plan.schedule.microbatches
+    assert MEMORY.bytes_in == MEMORY.bytes_out == (remote * feature if mode == "host" else 0)
+    assert not MEMORY.letters
+
+
+def test_baselines_are_refused_where_they_do_not_go():
+    with pytest.raises(ValueError, match="mode=relay must have placement=last_stage and chunks=1, not all_stages"):
+        plan_of(4, 1, 8, (1,), 8, "all_stages", "relay")
+    with pytest.raises(ValueError, match="mode=host must have placement=last_stage and chunks=1, not last_stage and 2"):
+        plan_of(2, 2, 8, (1,), 8, "last_stage", "host")
 
 
 @pytest.mark.parametrize(("placement", "mode"), [route for route in ROUTES if route[1] != "post"])

@@ -34,6 +34,14 @@ def test_a_loop_counts_as_often_as_it_runs_and_a_pair_once():
     assert [(c.kind, c.total_bytes) for c in found if c.kind != "collective-permute"] == [("all-reduce", 32)]
 
 
+def test_senders_and_scope_of_a_permute():
+    text = LOOP.replace("{{0,1},{1,0}}\n  %d", '{{0,1}}, metadata={op_name="jit(f)/while/body/scope/ppermute"}\n  %d')
+    inner, *others = [c for c in collectives(text) if c.kind == "collective-permute"]
+    assert (inner.pairs, inner.name, inner.times) == (1, "jit(f)/while/body/scope/ppermute", 6)
+    assert {(c.pairs, c.name) for c in others} == {(2, "")}
+    assert [c.pairs for c in collectives(text) if c.kind == "all-reduce"] == [0]
+
+
 def test_what_cannot_be_counted_is_refused():
     unknown = LOOP.replace(', backend_config={"known_trip_count":{"n":"6"}}', "")
     with pytest.raises(ValueError, match="collective-permute in inner runs an unknown number of times"):
