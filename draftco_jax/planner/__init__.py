@@ -1,0 +1,1 @@
+"""Models of what an update costs, from configs alone."""
