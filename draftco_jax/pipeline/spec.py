@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from draftco_jax.distributed.axes import MeshAxis
 from draftco_jax.pipeline.layout import StageLayout
 from draftco_jax.pipeline.schedule import ScheduleName, make_schedule
+from draftco_jax.pipeline.stages import HeadPlacement
 from draftco_jax.pipeline.tap_channel import Baseline, Placement, TapMode, TapPlan
 
 
@@ -19,6 +20,8 @@ class PipelineSpec:
     """M, of the rows of a device."""
     schedule: ScheduleName = "1f1b"
     draft_placement: Placement = "all_stages"
+    head_placement: HeadPlacement = "all_stages"
+    """Where the policy's head and loss are computed: a part of the tokens on every stage, or all on the last."""
     tap_mode: TapMode | Baseline = "direct"
     stamps: bool = False
     """Check the number of each micro-batch's features where they are used (`pipeline/wrong_stamps`)."""

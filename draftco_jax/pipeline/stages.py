@@ -11,8 +11,8 @@ layers: memory does not grow with the number of micro-batches. Three scans go th
     B   x = saved; y, vjp = chunk; on the last virtual stage the loss gives dy; dw, dx = vjp(dy)
 
 Everything runs inside one `shard_map`. Weights are typed as varying over all axes that micro-batches differ over, so
-that no gradient is summed before the end. No permute stands under a condition that differs between stages; the head
-stands under one, with collectives of the tensor axis alone.
+that no gradient is summed before the end. No permute stands under a condition that differs between stages; the head of
+the last stage stands under one, with collectives of the tensor axis alone.
 
 Letters: S stages, V chunks, K virtual stages, M micro-batches, G groups of S micro-batches, R rows of T tokens of a
 micro-batch, D width.
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +71,9 @@ class StageProgram:
     """(sum so far, m, dx, whether) -> sum"""
     chunk: Callable[..., Chunk]
     """(weights of one chunk, x, m, k, with_taps=...) -> Chunk"""
-    head: Callable[[Tree, Array, Array], tuple[Array, Head]]
-    """(head_params, y, m) -> loss, what is logged"""
+    head: Callable[[Tree, Array, Array, Array | None], tuple[Array, Head]]
+    """(head_params, y, m, part) -> loss, what is logged. `part` None: y [R, T, D] is all of the micro-batch; else y
+    [n, D] is that part of its R T tokens cut into S of n, padded at the end"""
     draft: Callable[[Array, Array], Tree] | None = None
     """(features [F, R, T, D], m) -> what micro-batches add up: loss, gradients, statistics"""
 
@@ -117,7 +118,17 @@ class _Carry(NamedTuple):
     channel: Channel | None
 
 
-def run_pipeline(program: StageProgram, plan: TapPlan, *, axis: str, axes: frozenset[str]) -> PipelineResult:
+HeadPlacement = Literal["all_stages", "last_stage"]
+
+
+def run_pipeline(
+    program: StageProgram,
+    plan: TapPlan,
+    *,
+    axis: str,
+    axes: frozenset[str],
+    head_placement: HeadPlacement = "last_stage",
+) -> PipelineResult:
     """All ticks of one update, on each device of a shard_map.
 
     Args:
@@ -125,8 +136,10 @@ def run_pipeline(program: StageProgram, plan: TapPlan, *, axis: str, axes: froze
         plan: schedule, layout, and the route of the features.
         axis: mesh axis of the stages.
         axes: all mesh axes that micro-batches and stages differ over.
+        head_placement: last_stage: the last stage alone makes the loss, and in a tick all others wait for it.
+            all_stages: its output goes to all stages, a part of the tokens each, and their gradients come back.
     """
-    return _Pipeline(program, plan, axis, axes).run()
+    return _Pipeline(program, plan, axis, axes, head_placement).run()
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,7 @@ class _Pipeline:
     plan: TapPlan
     axis: str
     axes: frozenset[str]
+    head_placement: HeadPlacement
 
     @property
     def schedule(self) -> Schedule:
@@ -163,7 +177,7 @@ class _Pipeline:
         m = cast(jnp.int32(0), self.axes)
         act = _zeros_of(jax.eval_shape(program.embed, m))
         out = jax.eval_shape(partial(program.chunk, with_taps=False), self._chunk(m), act, m, m)
-        head = jax.eval_shape(program.head, program.head_params, act, m)[1]
+        head = jax.eval_shape(lambda y: program.head(program.head_params, y, m, None), act)[1]
         over_chunks = lambda s: jnp.zeros_like(jnp.broadcast_to(s, (self.schedule.chunks, *s.shape)))  # noqa: E731
         channel, drafted = None, None
         if program.draft is not None:
@@ -191,7 +205,7 @@ class _Pipeline:
         if phase.forward:
             carry = self._forward(carry, row, phase)
         if dy is not None:
-            carry = self._backward(carry, self._mine(row.backward), dy, phase)
+            carry = self._backward(carry, row.backward, dy, phase)
         return carry, None
 
     def _forward(self, carry: _Carry, row: _Row, phase: Phase) -> _Carry:
@@ -224,7 +238,8 @@ class _Pipeline:
             carry = carry._replace(result=self._train(carry.result, letter, mine.microbatch, here))
         return carry._replace(channel=channel.after(plan, tick, made, self.axis))
 
-    def _backward(self, carry: _Carry, mine: _Turns, dy: Array, phase: Phase) -> _Carry:
+    def _backward(self, carry: _Carry, turns: _Turns, dy: Array, phase: Phase) -> _Carry:
+        mine = self._mine(turns)
         program, result, m, ok = self.program, carry.result, mine.microbatch, mine.active
         k = self._virtual_stage(mine)
         x = lax.dynamic_index_in_dim(carry.inputs, mine.slot, 0, keepdims=False)
@@ -236,7 +251,8 @@ class _Pipeline:
         (y, penalty), vjp, sums = jax.vjp(chunk, self._chunk(mine.chunk), x, has_aux=True)
         if phase.head:
             last = ok & (k == self.last)
-            head, dhead, dy_of_loss = self._head(last, y, m)
+            on_all = self.head_placement == "all_stages" and self.schedule.stages > 1
+            head, dhead, dy_of_loss = self._spread_head(turns, y) if on_all else self._head(last, y, m)
             dy = jnp.where(last, dy_of_loss, dy)
             result = result._replace(
                 head=_add(result.head, dhead),
@@ -260,10 +276,34 @@ class _Pipeline:
 
         def there(y: Array) -> tuple[Head, Tree, Array]:
             loss_of = jax.value_and_grad(self.program.head, argnums=(0, 1), has_aux=True)
-            (_, head), (dhead, dy) = loss_of(self.program.head_params, y, m)
+            (_, head), (dhead, dy) = loss_of(self.program.head_params, y, m, None)
             return head, dhead, dy
 
         return lax.cond(last, there, lambda y: _zeros_of(jax.eval_shape(there, y)), y)
+
+    def _spread_head(self, turns: _Turns, y: Array) -> tuple[Head, Tree, Array]:
+        """The same of this stage's part of the last virtual stage's tokens; dy is that of all of them.
+
+        Every stage has the whole head, for its draft. Its cost on the way of a tick falls by S, for two hops of one
+        activation.
+        """
+        stage, last = lax.axis_index(self.axis), self.schedule.stages - 1
+        m, tokens = turns.microbatch[last], y.shape[0] * y.shape[1]
+        part = -(-tokens // self.schedule.stages)
+        spare = part * self.schedule.stages - tokens
+
+        def there(y: Array) -> tuple[Head, Tree, Array]:
+            flat = jnp.pad(y.reshape(tokens, -1), ((0, spare), (0, 0)))
+            # One stage adds a token and the others zeros: exact in any dtype.
+            mine = lax.psum_scatter(_only_if(stage == last, flat), self.axis, scatter_dimension=0, tiled=True)
+            loss_of = jax.value_and_grad(self.program.head, argnums=(0, 1), has_aux=True)
+            (_, head), (dhead, dmine) = loss_of(self.program.head_params, mine, m, stage)
+            dy = lax.all_gather(dmine, self.axis, tiled=True)
+            return head, dhead, dy[:tokens].reshape(y.shape)
+
+        # The condition is the same on all devices.
+        trains = turns.active[last] & (turns.chunk[last] == self.schedule.chunks - 1)
+        return lax.cond(trains, there, lambda y: _zeros_of(jax.eval_shape(there, y)), y)
 
     # ---- the draft ----
 

@@ -94,7 +94,13 @@ class _Update:
         spec = self.spec
         everywhere = spec.everywhere
         program, policy = self._program()
-        result = run_pipeline(program, self.plan, axis=self.pipeline.stage_axis, axes=frozenset(everywhere.axes))
+        result = run_pipeline(
+            program,
+            self.plan,
+            axis=self.pipeline.stage_axis,
+            axes=frozenset(everywhere.axes),
+            head_placement=self.pipeline.head_placement,
+        )
         gradients = {"policy": self._policy_gradients(result)}
         metrics = self._policy_metrics(result, policy)
         part = result.draft
@@ -123,10 +129,12 @@ class _Update:
         labels = self._micro(labels_of(self.batch, packed, self.reference))
         tokens = lambda m: _at(batch, m).tokens  # noqa: E731
 
-        def head(head_params: Params, y: Array, m: Array) -> tuple[Array, Head]:
+        def head(head_params: Params, y: Array, m: Array, part: Array | None) -> tuple[Array, Head]:
             # What the head does not read may be anything; the structure wants it.
             model: StagedDecoder = spec.policy_graph.merge({**params, **head_params})
             of_micro: Labels = _at(labels, m)
+            if part is not None:
+                of_micro, y = _part(of_micro, part, y.shape[0], self.pipeline.layout.stages), y[None]
             loss, sums, maxima = policy_terms(model, model.norm(y), of_micro, self.counts.policy_tokens, spec)
             return loss, Head(sums, maxima)
 
@@ -278,6 +286,16 @@ class _DraftCall:
 def _at(tree: Any, m: Array) -> Any:
     """One micro-batch."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, m, 0, keepdims=False), tree)
+
+
+def _part(labels: Labels, part: Array, size: int, parts: int) -> Labels:
+    """`size` of all rows' tokens as one row [1, size]; beyond the last token there are zeros, which train nothing."""
+
+    def cut(x: Array) -> Array:
+        flat = jnp.pad(x.reshape(-1), (0, parts * size - x.size))
+        return lax.dynamic_slice_in_dim(flat, part * size, size)[None]
+
+    return jax.tree.map(cut, labels)
 
 
 def _float32(tree: Any) -> Any:

@@ -74,7 +74,7 @@ def arrivals(plan: TapPlan, weights, starts):
             embed=lambda m: padded[m],
             embedding_gradient=lambda total, m, dx, here: total,
             chunk=chunk,
-            head=lambda params, y, m: (jnp.sum(y) + params, Head(jnp.sum(y) * 0, jnp.sum(y) * 0)),
+            head=lambda params, y, m, part: (jnp.sum(y) + params, Head(jnp.sum(y) * 0, jnp.sum(y) * 0)),
             draft=draft,
         )
         result = run_pipeline(program, plan, axis="stage", axes=axes)
@@ -102,7 +102,9 @@ def plan_of(stages, chunks, count, taps, layers, placement, mode, **changes):
 
 @pytest.mark.parametrize(("placement", "mode"), ROUTES)
 @pytest.mark.parametrize(("stages", "chunks", "count", "taps"), [(4, 1, 8, (1, 4, 5, 6)), (2, 2, 5, (0, 3, 7))])
-def test_what_arrives_is_what_was_made(placement, mode, stages, chunks, count, taps):
+def test_bug_cases_b57_b58_what_arrives_is_what_was_made_of_its_own_micro_batch(
+    placement, mode, stages, chunks, count, taps
+):
     plan = plan_of(stages, chunks, count, taps, 8, placement, mode)
     weights, starts = model(8, count)
     seen, trained, wrong = arrivals(plan, weights, starts)

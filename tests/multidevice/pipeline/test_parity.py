@@ -27,7 +27,7 @@ EVERY_DAY = [
     ("2x2x2x1", "dspark", 3, 1, {}),
     ("2x2x1x2", "eagle3", 4, 2, {}),
     ("1x4x2x1", "mtp", 2, 1, {}),
-    ("4x1x2x1", "dflash", 4, 2, {"draft_placement": "last_stage"}),
+    ("4x1x2x1", "dflash", 4, 2, {"draft_placement": "last_stage", "head_placement": "last_stage"}),
 ]
 EVERY = [
     (mesh, draft, count, chunks, {})

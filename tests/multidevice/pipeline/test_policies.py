@@ -142,6 +142,18 @@ def test_both_placements_give_the_drafts_gradients(cases, setup_of):
     same(cases, spread, last)
 
 
+@pytest.mark.parametrize(("chunks", "microbatches"), [(1, 3), (2, 4)])
+def test_a_head_on_all_stages_and_one_on_the_last_give_the_same(cases, setup_of, chunks, microbatches):
+    """With rows that do not cut evenly: 3 stages' parts of 32 tokens."""
+    setup, batch = setup_of(None), cases.batch_of_rows(microbatches)
+    stages = 3 if chunks == 1 else 2
+    both = [
+        setup.staged({"stage": stages}, chunks=chunks, microbatches=microbatches, head_placement=placement)(batch)
+        for placement in ("all_stages", "last_stage")
+    ]
+    same(cases, *both)
+
+
 def test_the_policys_steps_do_not_know_lambda_bit_for_bit(cases, setup_of):
     setup, batch = setup_of("eagle3", 4), cases.batch_of_rows(2)
     run = setup.staged({"stage": 2}, microbatches=2)
