@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from draftco_jax.config_io import apply_overrides, load_python_config
+from draftco_jax.config_io import apply_overrides, load_python_config, to_json
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import draft_configs, family_of
 from draftco_jax.environments.catalog import TaskConfig
@@ -16,6 +16,7 @@ from draftco_jax.models.compute import ComputeConfig, DtypeConfig
 from draftco_jax.models.families import policy_configs
 from draftco_jax.models.transformer import DecoderConfig
 from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.training.mesh_config import MeshConfig
 from draftco_jax.training.objective import GrpoConfig
 from draftco_jax.training.optimizer import OptimizerConfig
 
@@ -141,6 +142,8 @@ class RunConfig:
     speed: SpeedConfig = SpeedConfig()
     chunk_tokens: int = 4096
     """Tokens whose logits exist at one time in the update."""
+    mesh: MeshConfig = MeshConfig()
+    """Devices that an update is spread over."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -150,6 +153,7 @@ class RunConfig:
         _check_training_law(self)
         _check_draft(self)
         _check_experts(self)
+        _check_mesh(self)
 
 
 def _check_positive(cfg: RunConfig) -> None:
@@ -223,6 +227,24 @@ def _check_experts(cfg: RunConfig) -> None:
             raise ValueError(
                 f"{name}={asked} must be {off} with policy={type(cfg.policy).__name__}, which has no experts"
             )
+
+
+def _check_mesh(cfg: RunConfig) -> None:
+    cfg.mesh.check_policy(cfg.policy)
+    stripe = cfg.mesh.stripe
+    if stripe is None or cfg.speculation == "off" or cfg.draft is None or not family_of(cfg.draft).trained:
+        return
+    if stripe < cfg.draft.label_reach:
+        raise ValueError(
+            f"mesh.stripe={stripe} must be >= {cfg.draft.label_reach}, the tokens that the draft's labels reach ahead; "
+            "raise it, or use none"
+        )
+
+
+def with_later_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved config of a run with the settings that came after it, at the values such a run had."""
+    later = {"mesh": to_json(MeshConfig())} if saved.get("type") == RunConfig.__name__ else {}
+    return {**later, **saved}
 
 
 def resolve_checkpoint(name: str) -> Path:

@@ -32,7 +32,7 @@ from draftco_jax.report.write import REPORT_FILE
 from draftco_jax.rewards.exact import score
 from draftco_jax.run import DRAFT_FOLDER, Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
-from draftco_jax.training.update import TrainState, check_rows
+from draftco_jax.training.update import TrainState
 from draftco_jax.types import PackedBatch, PolicyVersion, Prompt, Rollouts, ScoredRollouts, StepReport
 from draftco_jax.weight_sync import Published
 
@@ -157,15 +157,13 @@ def score_rollouts(run: Run, prompts: Sequence[Prompt], rollouts: Rollouts, vers
 
 
 def pack_rollouts(run: Run, scored: ScoredRollouts) -> PackedBatch:
-    """Advantages, then training rows: as many rows as sequences, so that they always fit."""
+    """Advantages, then training rows, where the update wants them: as many as sequences, so that they always fit."""
     algorithm = run.cfg.algorithm
     advantages = group_relative_advantages(
         jnp.asarray(scored.rewards), std_normalise=algorithm.std_normalise, leave_one_out=algorithm.leave_one_out
     )
     rows, row_tokens = scored.rollouts.tokens.shape
-    batch = pack(scored, np.asarray(advantages), row_tokens, rows)
-    check_rows(batch, run.spec.packed, run.spec.draft_cfg)
-    return batch
+    return run.layout.place_batch(pack(scored, np.asarray(advantages), row_tokens, rows), run.spec.draft_cfg)
 
 
 def make_batch(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> PackedBatch:
@@ -176,8 +174,7 @@ def make_batch(run: Run, weights: Published, prompts: Sequence[Prompt], step: in
 
 def publish(run: Run, state: TrainState) -> Published:
     """Policy and draft to the rollout layout under one version."""
-    draft = state.draft if run.cotrained else run.models.draft
-    return run.publisher.publish(state.policy, draft, PolicyVersion(int(state.step)))
+    return run.published(state, state.draft if run.cotrained else run.models.draft)
 
 
 def export_draft(run: Run, state: TrainState, run_dir: Path) -> None:

@@ -29,7 +29,7 @@ def profile_round(run: Run, weights: Published, batch: int, draft_length: int) -
     draft_propose draws the k drafts; draft_absorb lets the draft read the verified tokens. What a round takes beyond
     their sum is rejection, bookkeeping and its share of prefill and dispatch.
     """
-    policy_graph, draft_graph = run.publisher.rollout_graphs(run.models.policy, run.models.draft)
+    policy_graph, draft_graph = run.rollout_graphs
     assert draft_graph is not None
     graphs, context = (policy_graph, draft_graph), no_context(batch)
     capacity = run.engine.shape.prompt_capacity + run.engine.shape.max_new_tokens + draft_length

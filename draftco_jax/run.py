@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from draftco_jax.checkpoint import Checkpointer, fingerprint
-from draftco_jax.config import RunConfig, resolve_checkpoint
+from draftco_jax.config import RunConfig, resolve_checkpoint, with_later_settings
 from draftco_jax.config_io import diff, to_json
 from draftco_jax.data.prompts import PromptBatches
 from draftco_jax.decoding.engine import Engine, EngineShape
@@ -31,8 +31,10 @@ from draftco_jax.pretrain_config import AnyConfig
 from draftco_jax.rollout.history import RolloutHistory
 from draftco_jax.training.objective import ObjectiveSpec
 from draftco_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from draftco_jax.training.update import Optimizers, TrainState, UpdateFn, init_state, make_update
-from draftco_jax.weight_sync import Publisher
+from draftco_jax.training.train_layout import TrainLayout, make_layout, whole_compute
+from draftco_jax.training.update import Optimizers, TrainState, UpdateFn
+from draftco_jax.types import PolicyVersion
+from draftco_jax.weight_sync import Published, Publisher
 
 CONFIG_FILE = "config.json"
 DRAFT_FOLDER = "draft"
@@ -67,6 +69,7 @@ class Run:
     key: Array
     task: Task
     models: Models
+    layout: TrainLayout
     publisher: Publisher
     engine: Engine
     optimizers: Optimizers
@@ -82,16 +85,29 @@ class Run:
         """Drafted tokens per round; 0 in the arm without speculation."""
         return self.cfg.draft_length if self.cfg.speculation != "off" else 0
 
-    @property
+    @cached_property
     def reference(self) -> Params | None:
         """The policy that the KL penalty pulls towards; None where there is no penalty."""
-        return self.models.policy if self.cfg.algorithm.kl_coefficient > 0 else None
+        return self.layout.place_reference(self.models.policy) if self.cfg.algorithm.kl_coefficient > 0 else None
 
-    @property
+    @cached_property
     def twin(self) -> Params | None:
         """The draft before the first step, evaluated in every update; None where there is nothing to train."""
         trained = self.models.draft is not None and self.spec.draft_cfg is not None
-        return self.models.draft if trained else None
+        return self.layout.everywhere(self.models.draft) if trained else None
+
+    def published(self, state: TrainState, draft: Params | None) -> Published:
+        """The policy of a state, and a draft, in the rollout layout under the version of that state; on one device."""
+        draft = None if draft is None else self.layout.everywhere(draft)
+        weights = self.publisher.publish(state.policy, draft, PolicyVersion(int(state.step)))
+        on_one = lambda model: replace(model, params=self.layout.on_one_device(model.params))  # noqa: E731
+        stamped = weights.stamped_draft
+        return Published(on_one(weights.stamped_policy), None if stamped is None else on_one(stamped))
+
+    @property
+    def rollout_graphs(self) -> tuple[ModelGraph, ModelGraph | None]:
+        """Structures of the models that are published."""
+        return self.publisher.rollout_graphs(self.layout.shapes(self.models.policy), self.models.draft)
 
     @property
     def cotrained(self) -> bool:
@@ -138,7 +154,7 @@ def check_directory(cfg: AnyConfig, run_dir: Path, resume: bool) -> None:
             held = json.loads(path.read_text())
         except ValueError as error:  # not JSON, or not text
             raise UserError(f"{path} is not JSON ({error}); choose another run directory") from error
-        changes = diff(held, wanted)
+        changes = diff(with_later_settings(held) if isinstance(held, dict) else held, wanted)
         if changes:
             raise UserError(
                 f"run_dir={run_dir} holds a run of another config ({'; '.join(changes[:3])}); "
@@ -163,7 +179,7 @@ def claim_directory(cfg: AnyConfig, run_dir: Path) -> None:
 
 def load_models(cfg: RunConfig, key: Array) -> Models:
     """Read the checkpoints the config names, or draw weights."""
-    graph, policy = load_target(cfg, key)
+    graph, policy = load_target(replace(cfg, policy_compute=whole_compute(cfg.mesh, cfg.policy_compute)), key)
     if cfg.speculation == "off" or cfg.draft is None:
         return Models(graph, policy, None, None)
     family = family_of(cfg.draft)
@@ -230,10 +246,14 @@ def set_up(cfg: RunConfig) -> Run:
     key = jax.random.key(cfg.seed)
     if cfg.speculation == "cotrained" and cfg.draft is not None:
         family_of(cfg.draft).check_layout(cfg.draft)  # now, and not when the trained draft is to be written
+    layout = make_layout(cfg.mesh, cfg.policy, cfg.policy_compute)
     task, held_out = build_tasks(cfg, "rollout.prompts_per_step", cfg.rollout.prompts_per_step)
     models = load_models(cfg, key)
-    publisher = Publisher(models.policy_graph, models.draft_graph, cfg.draft_compute.dtype)
-    graphs = publisher.rollout_graphs(models.policy, models.draft)
+    policy_graph = layout.graph if layout.mesh is not None else models.policy_graph
+    publisher = Publisher(
+        policy_graph, models.draft_graph, cfg.draft_compute.dtype, mesh=layout.mesh, packed=layout.packed
+    )
+    graphs = publisher.rollout_graphs(layout.shapes(models.policy), models.draft)
     engine = Engine(
         *graphs,
         shape=replace(
@@ -243,7 +263,7 @@ def set_up(cfg: RunConfig) -> Run:
         draft_dtype=cfg.draft_compute.dtype,
     )
     spec = ObjectiveSpec(
-        policy_graph=models.policy_graph,
+        policy_graph=policy_graph,
         draft_graph=models.draft_graph,
         draft_cfg=_trained_draft(cfg),
         algorithm=cfg.algorithm,
@@ -251,6 +271,8 @@ def set_up(cfg: RunConfig) -> Run:
         chunk_tokens=cfg.chunk_tokens,
         draft_length=cfg.draft_length,
         seed=cfg.seed,
+        packed=layout.packed,
+        pipeline=layout.pipeline,
         draft_dtype=cfg.draft_compute.dtype,
     )
     optimizers = Optimizers(
@@ -262,11 +284,12 @@ def set_up(cfg: RunConfig) -> Run:
         key=key,
         task=task,
         models=models,
+        layout=layout,
         publisher=publisher,
         engine=engine,
         optimizers=optimizers,
         spec=spec,
-        update=make_update(spec, optimizers),
+        update=layout.make_update(spec, optimizers),
         prompts=PromptBatches(task, cfg.rollout.prompts_per_step, cfg.seed),
         evaluator=Evaluator(held_out, cfg.evaluation.prompts),
         history=_history(cfg),
@@ -287,7 +310,7 @@ def _history(cfg: RunConfig) -> RolloutHistory | None:
 
 def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainState:
     """The state of the newest finished checkpoint where there is one and `resume` asks for it, else step 0."""
-    state = init_state(run.models.policy, run.models.draft if run.cotrained else None, run.optimizers)
+    state = run.layout.start(run.models.policy, run.models.draft if run.cotrained else None, run.optimizers)
     step = checkpoints.latest_step if resume else None
     if step is None:
         return state

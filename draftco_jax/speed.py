@@ -15,7 +15,7 @@ from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.evaluation import build_request
 from draftco_jax.profiling import compare, median_ratio, summarise
 from draftco_jax.run import Run
-from draftco_jax.training.update import Optimizers, TrainState, init_state, make_update
+from draftco_jax.training.update import Optimizers, TrainState
 from draftco_jax.types import PackedBatch, Rollouts
 from draftco_jax.weight_sync import Published
 
@@ -111,8 +111,8 @@ def step_speed(run: Run, state: TrainState, weights: Published, batch: PackedBat
     request = build_request(prompts, cfg.rollout.samples_per_prompt, run.engine.shape, run.speed_key, run.history)
     weight, reference = jnp.float32(cfg.draft_loss_weight), run.reference
     policy_only = Optimizers(run.optimizers.policy, None)
-    update_plain = make_update(replace(run.spec, draft_graph=None, draft_cfg=None), policy_only)
-    state_plain = init_state(state.policy, None, policy_only)
+    update_plain = run.layout.make_update(replace(run.spec, draft_graph=None, draft_cfg=None), policy_only)
+    state_plain = state._replace(draft=None, draft_optimizer=None)
     calls: dict[str, Callable[[], Any]] = {
         "generate_plain": lambda: run.engine.generate(weights.policy, None, request, PLAIN),
         "generate_speculative": lambda: run.engine.generate(weights.policy, weights.draft, request, run.draft_length),

@@ -17,7 +17,7 @@ from draftco_jax.round_profile import profile_round
 from draftco_jax.run import Run
 from draftco_jax.speed import PLAIN, rollout_speed, step_speed
 from draftco_jax.training.update import TrainState
-from draftco_jax.types import PackedBatch, PolicyVersion
+from draftco_jax.types import PackedBatch
 from draftco_jax.weight_sync import Published
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -39,7 +39,7 @@ def summarise_run(
         "speculation": cfg.speculation,
         "steps": cfg.steps,
         "draft_length": run.draft_length,
-        "policy_parameters": count_parameters(state.policy),
+        "policy_parameters": count_parameters(run.models.policy),
         "pass_rate_start": first["eval/pass_rate"],
         "pass_rate_end": last["eval/pass_rate"],
         "eval_prompts": cfg.evaluation.prompts,
@@ -50,6 +50,7 @@ def summarise_run(
             "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "device": str(jax.devices()[0].device_kind),
+            "devices": cfg.mesh.devices,
         },
     }
     if run.models.draft is None:
@@ -76,7 +77,7 @@ def _largest(steps: Sequence[Mapping[str, float]], name: str) -> float:
 
 def _accepted_length(run: Run, state: TrainState, draft: Params) -> float | None:
     """Accepted length of another draft with the final policy, on the held-out prompts."""
-    weights = run.publisher.publish(state.policy, draft, PolicyVersion(int(state.step)))
+    weights = run.published(state, draft)
     return run.evaluator.run(
         run.engine,
         weights.policy,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from draftco_jax.checkpoint import Checkpointer, Restored
-from draftco_jax.config import RunConfig, config_registry
+from draftco_jax.config import RunConfig, config_registry, with_later_settings
 from draftco_jax.config_io import from_json
 from draftco_jax.convert.output import carry_over, cast_tree, write_draft, write_policy, write_tokenizer
 from draftco_jax.convert.wishes import DTYPES, Converted, Wishes
@@ -20,6 +20,7 @@ from draftco_jax.errors import UserError
 from draftco_jax.models.functional import Params
 from draftco_jax.run import Models, load_models
 from draftco_jax.training.optimizer import make_optimizer
+from draftco_jax.training.train_layout import make_layout
 from draftco_jax.training.update import Optimizers, init_state
 
 POLICY_FOLDER, DRAFT_FOLDER = "policy", "draft"
@@ -27,7 +28,7 @@ POLICY_FOLDER, DRAFT_FOLDER = "policy", "draft"
 
 def convert_run(run_dir: Path, raw: Mapping[str, Any], out: Path, wishes: Wishes, found: Converted) -> None:
     """Write the policy of a run's checkpoint and, where one was trained, its draft."""
-    cfg = from_json(RunConfig, raw, config_registry())
+    cfg = from_json(RunConfig, with_later_settings(raw), config_registry())
     trained = cfg.speculation == "cotrained" and cfg.draft is not None
     if wishes.kind == "draft" and not trained:
         raise UserError(f"kind=draft: {run_dir} trained no draft (speculation={cfg.speculation}); leave kind out")
@@ -66,12 +67,16 @@ def _restore(cfg: RunConfig, run_dir: Path, step: int | None, trained: bool) -> 
         policy=make_optimizer(cfg.policy_optimizer, cfg.steps),
         draft=make_optimizer(cfg.draft_optimizer, cfg.steps) if trained else None,
     )
-    state = init_state(models.policy, models.draft, optimizers)
+    # Without its mesh: a checkpoint is also read where there are fewer devices.
+    layout = make_layout(cfg.mesh, cfg.policy, cfg.policy_compute, on_devices=False)
+    state = init_state(layout.stacked(models.policy), models.draft, optimizers)
     with Checkpointer(run_dir, keep=cfg.checkpoint.keep) as saved:
         chosen = saved.latest_step if step is None else step
         if chosen is None:
             raise UserError(f"{run_dir} holds no finished checkpoint; continue the run with --resume")
-        return models, (chosen, saved.restore(chosen, state, key))
+        restored = saved.restore(chosen, state, key)
+    policy = layout.gathered(restored.state.policy)
+    return models, (chosen, restored._replace(state=restored.state._replace(policy=policy)))
 
 
 def _cast(params: Params, wishes: Wishes, found: Converted) -> tuple[Params, str]:

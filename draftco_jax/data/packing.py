@@ -17,6 +17,18 @@ from draftco_jax.errors import UserError
 from draftco_jax.types import PackedBatch, ScoredRollouts
 
 
+def pad_rows(batch: PackedBatch, rows: int, row_tokens: int) -> PackedBatch:
+    """The same rows, longer and more of them; what is added holds no document."""
+    there = batch.tokens.shape
+    more = ((0, rows - there[0]), (0, row_tokens - there[1]))
+
+    def longer(values: Any, empty: int = 0) -> Any:
+        return np.pad(np.asarray(values), more + ((0, 0),) * (values.ndim - 2), constant_values=empty)
+
+    padded = PackedBatch(*(longer(values) for values in batch[:-1]))
+    return padded if batch.experts is None else padded._replace(experts=longer(batch.experts, empty=-1))
+
+
 class _Documents(NamedTuple):
     """B documents, each at the start of its row of a padded array."""
 

@@ -17,6 +17,7 @@ from draftco_jax.config import (
     config_registry,
     load_config,
     resolve_checkpoint,
+    with_later_settings,
 )
 from draftco_jax.config_io import from_json, to_json
 from draftco_jax.drafts.eagle3.config import Eagle3Config
@@ -25,6 +26,7 @@ from draftco_jax.errors import UserError
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.pretrain_config import load_pretrain_config
+from draftco_jax.training.mesh_config import MeshConfig
 from draftco_jax.training.objective import GrpoConfig
 from draftco_jax.training.optimizer import OptimizerConfig
 
@@ -98,6 +100,31 @@ REFUSED = [
     (lambda: SpeedConfig(repetitions=-1), "repetitions=-1 must be >= 0"),
     (lambda: SpeedConfig(batches=()), r"batches=\(\) must be batch sizes >= 1"),
     (lambda: SpeedConfig(draft_lengths=(1, 0)), r"draft_lengths=\(1, 0\) must be lengths >= 1"),
+    (lambda: MeshConfig(stage=0), "stage=0 must be >= 1; 1 leaves it out"),
+    (lambda: MeshConfig(chunks=0), "chunks=0 must be >= 1"),
+    (lambda: MeshConfig(microbatches=0), "microbatches=0 must be >= 1; use none"),
+    (lambda: MeshConfig(stripe=4), "stripe=4 must be none with context=1: rows are whole; raise context"),
+    (lambda: MeshConfig(chunks=2), "chunks=2 must be 1 and layers_per_stage=None none with stage=1; raise stage"),
+    (
+        lambda: MeshConfig(expert=2, experts_over=("expert", "expert")),
+        "experts_over=expert,expert must be different axes of data, context, expert, tensor",
+    ),
+    (
+        lambda: make(mesh=MeshConfig(stage=2, chunks=2)),
+        "mesh.stage=2 x mesh.chunks=2 must be <= 2, the layers of the policy; use fewer",
+    ),
+    (
+        lambda: make(mesh=MeshConfig(stage=2, layers_per_stage=(1, 2))),
+        "mesh.layers_per_stage=1,2 must be 2 numbers >= 1, one for each stage and chunk, that add up to 2",
+    ),
+    (
+        lambda: make(mesh=MeshConfig(expert=2)),
+        "mesh.expert=2 must be 1 and mesh.experts_over=expert be left out with policy=Qwen3Config",
+    ),
+    (
+        lambda: make(mesh=MeshConfig(context=2, stripe=2)),
+        "mesh.stripe=2 must be >= 4, the tokens that the draft's labels reach ahead; raise it, or use none",
+    ),
 ]
 
 
@@ -106,6 +133,22 @@ def test_an_impossible_value_is_refused_with_name_value_and_way_out(build, said)
     with pytest.raises(ValueError, match=said) as refusal:
         build()
     assert "\n" not in str(refusal.value)
+
+
+def test_names_of_the_mesh_are_read_from_text_and_closed():
+    path = CONFIGS / "grpo_arithmetic2_eagle3_cpu.py"
+    mesh = load_config(path, ["mesh.stage=2", "mesh.layers_per_stage=1,1", "mesh.tap_mode=hold"]).mesh
+    assert mesh == MeshConfig(stage=2, layers_per_stage=(1, 1), tap_mode="hold")
+    with pytest.raises(UserError, match="mesh.draft_placement=first must be one of all_stages, last_stage"):
+        load_config(path, ["mesh.draft_placement=first"])
+
+
+def test_a_config_that_was_saved_before_there_were_meshes_is_that_of_one_device():
+    saved = to_json(make())
+    before = {name: value for name, value in saved.items() if name != "mesh"}
+    assert from_json(RunConfig, with_later_settings(before), config_registry()) == make()
+    on_mesh = make(mesh=MeshConfig(data=2))
+    assert from_json(RunConfig, with_later_settings(to_json(on_mesh)), config_registry()) == on_mesh
 
 
 def test_what_is_off_is_not_checked():

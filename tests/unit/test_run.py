@@ -60,6 +60,21 @@ def test_another_config_is_refused_with_what_differs(tmp_path):
         check_directory(make("policy_optimizer.learning_rate=1"), tmp_path, resume=True)
 
 
+def test_a_directory_from_before_there_were_meshes_is_one_of_one_device(tmp_path):
+    claim_directory(make(), tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["mesh"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    check_directory(make(), tmp_path, resume=True)
+    with pytest.raises(UserError, match=r"another config \(mesh.data: 1 -> 2\)"):
+        check_directory(make("mesh.data=2"), tmp_path, resume=True)
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused_with_the_way_to_have_them():
+    with pytest.raises(UserError, match="data=2 x stage=2 takes 4 devices, but there .* JAX_NUM_CPU_DEVICES=4"):
+        set_up(make("mesh.stage=2", "mesh.data=2"))
+
+
 def test_without_checkpoints_weights_are_drawn_from_the_seed(run):
     random = make("policy_checkpoint=none", "draft_checkpoint=none")
     first, again = (load_models(random, jax.random.key(0)) for _ in range(2))

@@ -1,0 +1,182 @@
+"""A run whose updates go over stages, context and data is the run of one device, and can be stopped and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import draftco_jax as dc
+from draftco_jax import loop
+from draftco_jax.checkpoint import Checkpointer
+from draftco_jax.convert import Wishes, convert
+from draftco_jax.data.prompts import PromptBatches
+from draftco_jax.errors import UserError
+from draftco_jax.metrics import read_metrics
+from draftco_jax.models.hf_weights import load_policy
+from draftco_jax.run import Run, check_directory, set_up, start_or_resume
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "grpo_arithmetic2_eagle3_cpu.py"
+# 15 sequences: rows are padded for every mesh here.
+SMALL = (
+    "steps=2",
+    "rollout.prompts_per_step=3",
+    "rollout.samples_per_prompt=5",
+    "evaluation.prompts=15",
+    "checkpoint.every_steps=1",
+    "draft.passes=2",
+    "draft_length=2",
+    "algorithm.kl_coefficient=0.1",
+    "speed.repetitions=0",
+)
+MESH = ("mesh.stage=2", "mesh.context=2", "mesh.data=2")
+
+
+class Interrupted(Exception):
+    """Stands for whatever stops a run in the middle of a step."""
+
+
+def small(*overrides: str) -> dc.RunConfig:
+    return dc.load_config(CONFIG, [*SMALL, *overrides])
+
+
+@pytest.fixture(scope="module")
+def run_of():
+    """A run that has drawn no prompts yet; those of one config share their compiled programs."""
+    made = {}
+
+    def run(cfg: dc.RunConfig) -> Run:
+        if cfg not in made:
+            made[cfg] = set_up(cfg)
+        return dataclasses.replace(made[cfg], prompts=PromptBatches(made[cfg].task, 3, cfg.seed))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def train(run_of):
+    """`draftco_jax.train` up to its last step."""
+
+    def run(cfg: dc.RunConfig, run_dir: Path, *, resume: bool = False, stop_in_step: int = 0) -> list[dict[str, float]]:
+        step_of_loop = loop.train_step
+
+        def train_step(run, state, weights, step):
+            done = step_of_loop(run, state, weights, step)
+            if step == stop_in_step:
+                raise Interrupted
+            return done
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "set_up", run_of)
+            patch.setattr(loop, "train_step", train_step)
+            patch.setattr(loop, "summarise_run", lambda *_: {})
+            patch.setattr(loop, "write_report", lambda _: None)
+            dc.train(cfg, run_dir, resume=resume)
+        return lines(run_dir)
+
+    return run
+
+
+def lines(run_dir: Path) -> list[dict[str, float]]:
+    """Metrics without those that a clock has a say in."""
+    timed = ("time_seconds/", "rollout/tokens_per_second")
+    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read_metrics(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def on_one_device(train, tmp_path_factory):
+    return train(small(), tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def on_mesh(train, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("mesh")
+    return run_dir, train(small(*MESH), run_dir)
+
+
+def check(found, wanted):
+    assert [line.keys() for line in found] == [line.keys() for line in wanted]
+    for name, value in wanted[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    # After an update, a publish and rollouts with what was published.
+    for name in ("policy/gradient_norm", "draft/gradient_norm", "draft/loss", "policy/kl_reference", "eval/pass_rate"):
+        assert wanted[2][name] > 0
+        np.testing.assert_allclose(found[2][name], wanted[2][name], rtol=1e-3, err_msg=name)
+
+
+def test_stages_context_and_data_give_the_metrics_of_one_device(on_one_device, on_mesh):
+    check(on_mesh[1], on_one_device)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "tensor=2 data=3",
+        pytest.param("microbatches=4", marks=pytest.mark.slow),
+        pytest.param("stage=2 microbatches=3 draft_placement=last_stage context=2 stripe=4", marks=pytest.mark.slow),
+    ],
+)
+def test_other_meshes_do_too(mesh, train, on_one_device, tmp_path):
+    check(train(small(*(f"mesh.{word}" for word in mesh.split())), tmp_path), on_one_device)
+
+
+def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(on_mesh, run_of, train, tmp_path):
+    whole, wanted = on_mesh
+    cfg = small(*MESH)
+    with pytest.raises(Interrupted):
+        train(cfg, tmp_path, stop_in_step=2)
+    assert len(lines(tmp_path)) == 2
+    assert train(cfg, tmp_path, resume=True) == wanted
+    run, states = run_of(cfg), []
+    for run_dir in (whole, tmp_path):
+        with Checkpointer(run_dir, 2) as saved:
+            states.append(start_or_resume(run, saved, resume=True))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(states[0]), jax.tree.leaves(states[1]), strict=True):
+        assert np.array_equal(np.asarray(a), np.asarray(b)), jax.tree_util.keystr(path)
+    assert int(states[0].step) == 2
+
+
+def test_what_is_restored_lies_where_an_update_leaves_it(on_mesh, run_of):
+    run = run_of(small(*MESH))
+    with Checkpointer(on_mesh[0], 2) as saved:
+        restored = start_or_resume(run, saved, resume=True)
+    batch = loop.make_batch(run, loop.publish(run, restored), next(run.prompts), 3)
+    updated = run.update(restored, batch, jnp.float32(1.0), run.reference, run.twin)[0]
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(restored), jax.tree.leaves(updated), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim), jax.tree_util.keystr(path)
+    stages = restored.policy["stages"][0][0]["mlp"]["down_proj"]["kernel"]
+    assert stages.sharding.spec[0] == "stage" and stages.addressable_shards[0].data.shape[0] == 1
+
+
+def test_the_policy_of_a_run_on_a_mesh_is_converted_layer_by_layer(on_mesh, run_of, tmp_path):
+    run = run_of(small(*MESH))
+    with Checkpointer(on_mesh[0], 2) as saved:
+        policy = run.layout.gathered(start_or_resume(run, saved, resume=True).policy)
+    convert(str(on_mesh[0]), tmp_path / "out", Wishes())
+    found = load_policy(tmp_path / "out" / "policy")[1]
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, policy))
+    trained, untrained = (tree["layers"][0]["mlp"]["down_proj"]["kernel"] for tree in (found, run.models.policy))
+    assert not np.array_equal(trained, untrained)
+
+
+def test_another_mesh_does_not_continue_the_run(on_mesh):
+    with pytest.raises(UserError, match=r"another config \(mesh.stage: 2 -> 1\); .*resume with the settings"):
+        check_directory(small("mesh.context=2", "mesh.data=2"), on_mesh[0], resume=True)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (("mesh.data=4", "mesh.stage=2", "mesh.context=2"), "data=4 x stage=2 x context=2 takes 16 devices, but there"),
+        (("mesh.tensor=8",), r"mesh: layers.0.self_attn.\w+.kernel: heads=4 must be a multiple of 8"),
+    ],
+    ids=("devices", "heads"),
+)
+def test_a_mesh_that_cannot_be_is_refused_before_anything_is_written(mesh, said, tmp_path):
+    with pytest.raises(UserError, match=said) as refusal:
+        dc.train(small(*mesh), tmp_path / "run")
+    assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
