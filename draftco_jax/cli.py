@@ -87,10 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
     bench = add(
         "bench",
         _bench,
-        "Compare drafts on a shipped policy, or count work, bytes and memory of context-parallel attention.",
+        "Compare drafts on a shipped policy, or count what long rows over ranks or pipeline stages cost.",
         "drafts --json",
     )
-    bench.add_argument("name", choices=tuple(_BENCHES), metavar="NAME", help="what to measure: drafts or attention")
+    bench.add_argument(
+        "name", choices=tuple(_BENCHES), metavar="NAME", help="what to measure: drafts, attention or pipeline"
+    )
     bench.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it")
     bench.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write it to FILE, or print it and nothing else"
@@ -98,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--plot", type=Path, metavar="FILE", help="attention: draw it, .png or .svg")
     bench.add_argument("--ranks", type=int, metavar="C", help="attention: ranks of what is compiled (default: 8)")
     bench.add_argument("--fast", action="store_true", help="attention: leave out what is compiled for H100")
+    bench.add_argument("--plots", type=Path, metavar="DIR", help="pipeline: draw it, a picture each")
 
     convert = add(
         "convert",
@@ -199,14 +202,17 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _bench(options: argparse.Namespace) -> None:
+    for option, name in {"plot": "attention", "ranks": "attention", "fast": "attention", "plots": "pipeline"}.items():
+        given = getattr(options, option)
+        if given is not None and given is not False and name != options.name:
+            raise UserError(f"--{option} is an option of `draftco bench {name}`; leave it out")
+    if options.json and not Path(options.json).parent.is_dir():  # said now and not after minutes
+        folder = Path(options.json).parent
+        raise UserError(f"--json {options.json} cannot be written: there is no folder {folder}; make it first")
     _BENCHES[options.name](options)
 
 
 def _bench_drafts(options: argparse.Namespace) -> None:
-    for name in ("plot", "ranks", "fast"):
-        given = getattr(options, name)
-        if given is not None and given is not False:
-            raise UserError(f"--{name} is an option of `draftco bench attention`; leave it out")
     from draftco_jax.bench_drafts import BenchDraftsConfig, bench_drafts
     from draftco_jax.config_io import apply_overrides
 
@@ -236,9 +242,9 @@ def _bench_attention(options: argparse.Namespace) -> None:
 
     if options.plot:
         check_suffix(options.plot)
-    for option, path in (("--plot", options.plot), ("--json", options.json)):
-        if path and not Path(path).parent.is_dir():  # said now and not after minutes
-            raise UserError(f"{option} {path} cannot be written: there is no folder {Path(path).parent}; make it first")
+        if not options.plot.parent.is_dir():
+            folder = options.plot.parent
+            raise UserError(f"--plot {options.plot} cannot be written: there is no folder {folder}; make it first")
     given = [] if options.ranks is None else [f"ranks={options.ranks}"]
     given += ["fast=true"] if options.fast else []
     found = bench_attention(
@@ -256,7 +262,32 @@ def _bench_attention(options: argparse.Namespace) -> None:
     print(last_line(found) + _written(" and ".join(str(path) for path in (options.json, options.plot) if path)))
 
 
-_BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {"drafts": _bench_drafts, "attention": _bench_attention}
+def _bench_pipeline(options: argparse.Namespace) -> None:
+    from draftco_jax.bench_pipeline import BenchPipelineConfig, bench_pipeline
+    from draftco_jax.bench_pipeline.figure import check_folder, write_figures
+    from draftco_jax.bench_pipeline.table import last_line, table
+    from draftco_jax.config_io import apply_overrides
+
+    settings = apply_overrides(BenchPipelineConfig(), options.set)
+    if options.plots:
+        check_folder(options.plots)
+    found = bench_pipeline(settings, lambda text: print(f"bench pipeline: {text}", file=sys.stderr, flush=True))
+    if options.plots:
+        write_figures(found, options.plots)
+    if options.json == "-":
+        print(json.dumps(found, indent=2))
+        return
+    if options.json:
+        _write_json(Path(options.json), found)
+    print(table(found))
+    print(last_line(found) + _written(" and ".join(str(path) for path in (options.json, options.plots) if path)))
+
+
+_BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "drafts": _bench_drafts,
+    "attention": _bench_attention,
+    "pipeline": _bench_pipeline,
+}
 
 
 def _written(path: str | None) -> str:

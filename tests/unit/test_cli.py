@@ -20,7 +20,7 @@ OPTIONS = {
     "pretrain-draft": {"--config", "--set", "--run-dir", "--resume"},
     "config": {"--config", "--set"},
     "report": {"run_dir"},
-    "bench": {"name", "--set", "--json", "--plot", "--ranks", "--fast"},
+    "bench": {"name", "--set", "--json", "--plot", "--ranks", "--fast", "--plots"},
     "convert": {"source", "out", "--dtype", "--kind", "--max-shard-size", "--draft-family", "--step"},
     "shards": {"model", "axes", "--dtype", "--json"},
     "plan": {
