@@ -310,7 +310,7 @@ def _history(cfg: RunConfig) -> RolloutHistory | None:
 
 def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainState:
     """The state of the newest finished checkpoint where there is one and `resume` asks for it, else step 0."""
-    state = run.layout.start(run.models.policy, run.models.draft if run.cotrained else None, run.optimizers)
+    state = run.layout.start(run.models.policy, run.models.draft if run.cotrained else None, run.optimizers, run.spec)
     step = checkpoints.latest_step if resume else None
     if step is None:
         return state

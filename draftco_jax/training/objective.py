@@ -84,6 +84,8 @@ class ObjectiveSpec:
 
     pipeline: PipelineSpec | None = None
     """How the policy is cut into stages; None: every device has all layers."""
+    shard_optimizer_state: bool = True
+    """Split the optimizer state over the data axis, where rows are split over one; False: it lies as the parameters."""
 
     @property
     def everywhere(self) -> PackedRows:

@@ -1,4 +1,10 @@
-"""One optimizer group: AdamW with its own schedule and its own gradient clip."""
+"""One optimizer group: AdamW with its own schedule and its own gradient clip; its state may be split over `data`.
+
+Devices of the data axis hold the same parameters. Each may keep the optimizer state of a part of every array alone:
+gradients are summed so that each device gets its part (reduce-scatter), steps are taken on parts, and the new
+parameters are gathered. A part is a stretch of the first dim that is whole in the layout of the parameters and can be
+divided; arrays without such a dim, a few norms at most, keep their state whole.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from draftco_jax.distributed.axes import MeshAxis
+from draftco_jax.distributed.sharding import shardings
+from pallas_kernels.manual_axes import cast, varying_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +130,79 @@ def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTran
     return optax.GradientTransformation(init, update)
 
 
+class StateLayout(NamedTuple):
+    """How one group lies on a mesh; trees of the parameters with a `PartitionSpec` for each."""
+
+    mesh: Mesh
+    params: Any  # as the forward reads them
+    state: Any  # moments, float32 copies and summed gradients
+
+
+def optimizer_specs(specs: Any, params: Any, mesh: Mesh) -> Any:
+    """A `PartitionSpec` for the optimizer state of each parameter: its own, with `data` on the first dim that is whole
+    and a multiple of the devices of that axis. A parameter that `data` splits already keeps its own."""
+    devices = mesh.shape.get(MeshAxis.DATA, 1)
+
+    def one(spec: PartitionSpec, param: Any) -> PartitionSpec:
+        dims = [*spec, *(None for _ in range(len(param.shape) - len(spec)))]
+        names = [name for dim in dims for name in (dim if isinstance(dim, tuple) else (dim,))]
+        free = [i for i, dim in enumerate(dims) if dim is None and param.shape[i] and param.shape[i] % devices == 0]
+        if devices == 1 or not free or MeshAxis.DATA in names:
+            return spec
+        return PartitionSpec(*dims[: free[0]], str(MeshAxis.DATA), *tuple(spec)[free[0] + 1 :])
+
+    return jax.tree.map(one, specs, params, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+def sum_gradient(
+    gradient: Float[Array, "..."], param: Float[Array, "..."], spec: PartitionSpec, axes: frozenset[str]
+) -> Array:
+    """Of each device of a shard_map, summed over those of `axes` that its parameter is the same on.
+
+    `spec`: of the optimizer state. What that splits over `data` and the parameter is not comes out as this device's
+    part. In the dtype of the parameter.
+    """
+    shared = axes - varying_axes(param)
+    gradient = cast(gradient, shared)
+    if MeshAxis.DATA in shared and MeshAxis.DATA in tuple(spec):
+        dim = tuple(spec).index(MeshAxis.DATA)
+        gradient = lax.psum_scatter(gradient, MeshAxis.DATA, scatter_dimension=dim, tiled=True)
+        shared -= {MeshAxis.DATA}
+    return (lax.psum(gradient, tuple(sorted(shared))) if shared else gradient).astype(param.dtype)
+
+
+def state_shardings(state: optax.OptState, params: Any, layout: StateLayout) -> Any:
+    """The tree of an optimizer state with a `NamedSharding` for each array: counters are whole."""
+    structure, shapes = jax.tree.structure(params), [leaf.shape for leaf in jax.tree.leaves(params)]
+    of_params, whole = shardings(layout.state, layout.mesh), NamedSharding(layout.mesh, PartitionSpec())
+
+    def like_params(tree: Any) -> bool:
+        return jax.tree.structure(tree) == structure and [leaf.shape for leaf in jax.tree.leaves(tree)] == shapes
+
+    return jax.tree.map(lambda tree: of_params if like_params(tree) else whole, state, is_leaf=like_params)
+
+
 def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    gradients: Any,
+    state: optax.OptState,
+    params: Any,
+    layout: StateLayout | None = None,
+) -> tuple[Any, optax.OptState]:
+    """Parameters and optimizer state after one step; with a layout they lie so, and gradients as the state does."""
+    if layout is None:
+        return _step(optimizer, gradients, state, params)
+    parts, constrain = shardings(layout.state, layout.mesh), lax.with_sharding_constraint
+    gradients, params = constrain((gradients, params), (parts, parts))
+    new, state = _step(optimizer, gradients, state, params)
+    state = constrain(state, state_shardings(state, params, layout))
+    # First in parts: else rounding, and with it the gathering of float32, might be done in whole.
+    return constrain(constrain(new, parts), shardings(layout.params, layout.mesh)), state
+
+
+def _step(
     optimizer: optax.GradientTransformation, gradients: Any, state: optax.OptState, params: Any
 ) -> tuple[Any, optax.OptState]:
-    """Parameters and optimizer state after one step."""
     if isinstance(state, MasterState):
         updates, inner = optimizer.update(gradients, state.inner, state.master)
         master = optax.apply_updates(state.master, updates)

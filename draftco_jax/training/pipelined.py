@@ -39,8 +39,8 @@ from draftco_jax.training.objective import (
     policy_metrics,
     policy_terms,
 )
+from draftco_jax.training.optimizer import sum_gradient
 from draftco_jax.types import PackedBatch
-from pallas_kernels.manual_axes import varying_axes
 
 Params = Any
 
@@ -63,16 +63,17 @@ def pipelined_gradients(
     frozen_draft: Params | None,
     spec: ObjectiveSpec,
     key: Key[Array, ""],
+    specs: dict[str, Params],
 ) -> tuple[dict[str, Params], dict[str, Array]]:
     """Gradients of the joint loss and its metrics, on each device of a shard_map over all axes.
 
     As `objective`, but for `reference`: the log-probs of the label of each index by the policy of the penalty.
-    Gradients come out summed over rows, context and stages, and split as the parameters are.
+    Gradients come out summed over rows, context and stages, and split as `specs` says (`sum_gradient`).
     """
     pipeline = spec.pipeline
     assert pipeline is not None
     plan = pipeline.plan(spec.tap_layers)
-    update = _Update(spec, pipeline, plan, params, batch, counts, reference, frozen_draft, key)
+    update = _Update(spec, pipeline, plan, params, batch, counts, reference, frozen_draft, key, specs)
     return update.gradients(draft_loss_weight)
 
 
@@ -89,6 +90,7 @@ class _Update:
     reference: Array | None
     frozen_draft: Params | None
     key: Array
+    specs: dict[str, Params]  # of the summed gradients
 
     def gradients(self, draft_loss_weight: Array) -> tuple[dict[str, Params], dict[str, Array]]:
         spec = self.spec
@@ -106,9 +108,9 @@ class _Update:
         part = result.draft
         if part is not None:
             if "draft" in self.params:
-                loss, report, grads = everywhere.total((part.loss, part.report, part.gradients))
-                weighed = lambda g, w: (draft_loss_weight * g).astype(w.dtype)  # noqa: E731
-                gradients["draft"] = jax.tree.map(weighed, grads, self.params["draft"])
+                loss, report = everywhere.total((part.loss, part.report))
+                weighed = jax.tree.map(lambda g: draft_loss_weight * g, part.gradients)
+                gradients["draft"] = self._summed("draft", weighed)
                 metrics |= {"draft/loss": loss} | draft_metrics("draft", report, with_losses=True)
             if part.frozen is not None:
                 metrics |= draft_metrics("frozen_draft", everywhere.total(part.frozen), with_losses=False)
@@ -165,18 +167,15 @@ class _Update:
 
     def _policy_gradients(self, result: PipelineResult) -> Params:
         """Summed over all devices that share the parameter, in its dtype."""
-        params, axes = self.params["policy"], frozenset(self.spec.everywhere.axes)
         embedding, head = result.embedding, dict(result.head)
         if "embed_tokens" in head:
             embedding = embedding + head.pop("embed_tokens")
-        found = {"embed_tokens": embedding, "stages": nnx.to_pure_dict(result.weights)} | head
+        return self._summed("policy", {"embed_tokens": embedding, "stages": nnx.to_pure_dict(result.weights)} | head)
 
-        def summed(gradient: Array, param: Array) -> Array:
-            # Over the axes that the parameter was cast to vary over, not over those that it is split over itself.
-            shared = tuple(sorted(axes - varying_axes(param)))
-            return lax.psum(gradient, shared).astype(param.dtype) if shared else gradient.astype(param.dtype)
-
-        return jax.tree.map(summed, found, params)
+    def _summed(self, group: str, gradients: Params) -> Params:
+        axes = frozenset(self.spec.everywhere.axes)
+        one = lambda param, gradient, spec: sum_gradient(gradient, param, spec, axes)  # noqa: E731
+        return jax.tree.map(one, self.params[group], gradients, self.specs[group])
 
     def _policy_metrics(self, result: PipelineResult, policy: StagedDecoder) -> dict[str, Array]:
         everywhere = self.spec.everywhere

@@ -45,6 +45,7 @@ from draftco_jax.training.update import (
     make_update,
     place_batch,
     place_policy,
+    place_state,
     policy_specs,
 )
 from draftco_jax.types import PackedBatch
@@ -99,18 +100,10 @@ class TrainLayout:
         """The same arrays, bound to no device, so that programs of one device are those of a run without a mesh."""
         return tree if self.mesh is None else jax.tree.map(jnp.asarray, jax.device_get(tree))
 
-    def start(self, policy: Params, draft: Params | None, optimizers: Optimizers) -> TrainState:
+    def start(self, policy: Params, draft: Params | None, optimizers: Optimizers, spec: ObjectiveSpec) -> TrainState:
         """The state of step 0; pass draft None unless it is trained."""
         state = init_state(self.place_policy(policy), self.everywhere(draft), optimizers)
-        if self.mesh is None:
-            return state
-        return jax.tree.map(self._spread, state)
-
-    def _spread(self, leaf: jax.Array) -> jax.Array:
-        """Counters are made on one device, moments where their parameter is."""
-        assert self.mesh is not None
-        there = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == self.mesh
-        return leaf if there else self.everywhere(leaf)
+        return state if self.mesh is None else place_state(state, spec, self.mesh)
 
     # ---- batches ----
 

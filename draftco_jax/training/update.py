@@ -22,7 +22,7 @@ from draftco_jax.drafts.catalog import family_of
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.pipeline.spec import PipelineSpec
 from draftco_jax.training.objective import ObjectiveSpec, across, global_counts, objective
-from draftco_jax.training.optimizer import apply_gradients
+from draftco_jax.training.optimizer import StateLayout, apply_gradients, optimizer_specs, state_shardings, sum_gradient
 from draftco_jax.training.pipelined import pipelined_gradients
 from draftco_jax.types import PackedBatch
 
@@ -61,8 +61,8 @@ def make_update(spec: ObjectiveSpec, optimizers: Optimizers, mesh: Mesh | None =
     """Compile ``update(state, batch, draft_loss_weight, reference, frozen_draft) -> (state, metrics)``.
 
     With a mesh the batch is spread over it as `spec.packed` says, tokens in the order of its layout (`place_batch`),
-    and so are the policy's parameters (`place_policy`), whose optimizer state follows them. A draft is whole on every
-    device.
+    and so are the policy's parameters (`place_policy`). A draft is whole on every device. Optimizer states are split
+    over `data` besides, unless `spec.shard_optimizer_state` is off (`place_state`).
     """
     axes = spec.everywhere.mesh_axes
     if mesh is None and axes:
@@ -147,6 +147,43 @@ def place_policy(
     return jax.device_put(policy, shardings(policy_specs(graph, policy, packed, mesh, pipeline), mesh))
 
 
+def layout_of(spec: ObjectiveSpec, params: dict[str, Params], mesh: Mesh) -> dict[str, StateLayout]:
+    """Of the models of an update, by name."""
+    sharded = spec.shard_optimizer_state and MeshAxis.DATA in spec.packed.row_axes
+    whole = jax.tree.map(lambda _: PartitionSpec(), params)
+
+    def one(name: str) -> StateLayout:
+        specs = whole[name]
+        if name == "policy":
+            specs = policy_specs(spec.policy_graph, params[name], spec.packed, mesh, spec.pipeline)
+        return StateLayout(mesh, specs, optimizer_specs(specs, params[name], mesh) if sharded else specs)
+
+    return {name: one(name) for name in params}
+
+
+def state_layout(state: TrainState, spec: ObjectiveSpec, mesh: Mesh) -> TrainState:
+    """The tree of a state with a `NamedSharding` for each array. Shapes will do for arrays, so that a state can be
+    made where it is to lie: ``jax.jit(init, out_shardings=state_layout(jax.eval_shape(init, ...), spec, mesh))``."""
+    layouts, whole = layout_of(spec, _models(state), mesh), NamedSharding(mesh, PartitionSpec())
+
+    def group(name: str, params: Params | None, optimizer: optax.OptState | None) -> tuple[Any, Any]:
+        if params is None or optimizer is None:
+            return None, None
+        return shardings(layouts[name].params, mesh), state_shardings(optimizer, params, layouts[name])
+
+    policy, policy_optimizer = group("policy", state.policy, state.policy_optimizer)
+    draft, draft_optimizer = group("draft", state.draft, state.draft_optimizer)
+    return state._replace(
+        step=whole, policy=policy, draft=draft, policy_optimizer=policy_optimizer, draft_optimizer=draft_optimizer
+    )
+
+
+def place_state(state: TrainState, spec: ObjectiveSpec, mesh: Mesh) -> TrainState:
+    """A state spread over the mesh as an update keeps it; arrays may come from the host."""
+    check_mesh(spec.everywhere, mesh)
+    return jax.device_put(state, state_layout(state, spec, mesh))
+
+
 def batch_spec(packed: PackedRows) -> PartitionSpec:
     """Rows over the row axes, tokens over the context axis."""
     return PartitionSpec(packed.row_axes or None, packed.context_axis)
@@ -164,16 +201,19 @@ def update(
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step of every trained group; metrics are float32 scalars."""
-    params = {"policy": state.policy} | ({} if state.draft is None else {"draft": state.draft})
+    params = _models(state)
+    layouts = {} if mesh is None else layout_of(spec, params, mesh)
     key = spec.draft_key(state.step)
     gradients, metrics = joint_gradients(spec, mesh)(params, batch, draft_loss_weight, reference, frozen_draft, key)
     policy, policy_optimizer = apply_gradients(
-        optimizers.policy, gradients["policy"], state.policy_optimizer, state.policy
+        optimizers.policy, gradients["policy"], state.policy_optimizer, state.policy, layouts.get("policy")
     )
     metrics["policy/gradient_norm"] = optax.tree.norm(gradients["policy"])
     draft, draft_optimizer = state.draft, state.draft_optimizer
     if draft is not None and draft_optimizer is not None and optimizers.draft is not None:
-        draft, draft_optimizer = apply_gradients(optimizers.draft, gradients["draft"], draft_optimizer, draft)
+        draft, draft_optimizer = apply_gradients(
+            optimizers.draft, gradients["draft"], draft_optimizer, draft, layouts.get("draft")
+        )
         metrics["draft/gradient_norm"] = optax.tree.norm(gradients["draft"])
     return TrainState(state.step + 1, policy, draft, policy_optimizer, draft_optimizer), metrics
 
@@ -181,27 +221,41 @@ def update(
 def joint_gradients(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Params, dict[str, Array]]]:
     """``(params, batch, draft_loss_weight, reference, frozen_draft, key)`` -> gradients, metrics.
 
-    Under a pipeline the gradients are made inside the shard_map, a micro-batch at a time; else by differentiating it.
+    Under a pipeline the gradients are made inside the shard_map, a micro-batch at a time. So they are where optimizer
+    states are split over `data`: each device then gets the sum of its part alone. Else the shard_map is differentiated.
     """
-    if spec.pipeline is None:
+    split = mesh is not None and spec.shard_optimizer_state and MeshAxis.DATA in spec.packed.row_axes
+    if spec.pipeline is None and not split:
         return jax.grad(joint_loss(spec, mesh), has_aux=True)
     assert mesh is not None, "make_update refuses a pipeline without a mesh"
-    axes, devices = spec.everywhere.mesh_axes, mesh
-
-    def gradients(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Params, dict[str, Array]]:
-        reference, frozen_draft, key = rest
-        counts = global_counts(batch, spec.draft_cfg, key, spec.packed)
-        return pipelined_gradients(params, batch, counts, weight, reference, frozen_draft, spec, key)
+    axes, devices = frozenset(spec.everywhere.axes), mesh
 
     def spread(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Params, dict[str, Array]]:
+        layouts = layout_of(spec, params, devices)
+        models, states = ({name: lay[i] for name, lay in layouts.items()} for i in (1, 2))
+
+        def gradients(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Params, dict[str, Array]]:
+            reference, frozen_draft, key = rest
+            counts = global_counts(batch, spec.draft_cfg, key, spec.packed)
+            if spec.pipeline is not None:
+                return pipelined_gradients(params, batch, counts, weight, reference, frozen_draft, spec, key, states)
+            own = spec.packed.varying(params)
+            found = jax.grad(objective, has_aux=True)
+            gradients, metrics = found(own, batch, counts, weight, reference, frozen_draft, spec, key)
+            one = lambda p, g, s: sum_gradient(g, p, s, axes)  # noqa: E731
+            return jax.tree.map(one, params, gradients, states), metrics
+
         whole = PartitionSpec()
-        specs = model_specs(spec, params, devices)
+        if spec.pipeline is None:
+            reference = whole if rest[0] is None else models["policy"]
+        else:
+            reference = batch_spec(spec.packed)
         run = jax.shard_map(
             gradients,
             mesh=devices,
-            in_specs=(specs, batch_spec(spec.packed), whole, batch_spec(spec.packed), whole, whole),
-            out_specs=(specs, whole),
-            axis_names=set(axes),
+            in_specs=(models, batch_spec(spec.packed), whole, reference, whole, whole),
+            out_specs=(states, whole),
+            axis_names=set(spec.everywhere.mesh_axes),
             check_vma=True,
         )
         return run(params, batch, weight, *rest)
@@ -209,10 +263,8 @@ def joint_gradients(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tup
     return spread
 
 
-def model_specs(spec: ObjectiveSpec, params: Params, mesh: Mesh) -> dict[str, Params]:
-    """How the models of an update are split: the policy as `policy_specs` says, a draft not at all."""
-    policy = policy_specs(spec.policy_graph, params["policy"], spec.packed, mesh, spec.pipeline)
-    return {name: policy if name == "policy" else PartitionSpec() for name in params}
+def _models(state: TrainState) -> dict[str, Params]:
+    return {"policy": state.policy} | ({} if state.draft is None else {"draft": state.draft})
 
 
 def joint_loss(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Array, dict[str, Array]]]:
@@ -233,7 +285,7 @@ def joint_loss(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Ar
 
     def spread(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Array, dict[str, Array]]:
         whole = PartitionSpec()
-        models = model_specs(spec, params, mesh)
+        models = {name: layout.params for name, layout in layout_of(spec, params, mesh).items()}
         reference = whole if rest[0] is None else models["policy"]
         run = jax.shard_map(
             loss,
