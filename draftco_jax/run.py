@@ -273,6 +273,7 @@ def set_up(cfg: RunConfig) -> Run:
         seed=cfg.seed,
         packed=layout.packed,
         pipeline=layout.pipeline,
+        shard_optimizer_state=cfg.mesh.shard_optimizer_state,
         draft_dtype=cfg.draft_compute.dtype,
     )
     optimizers = Optimizers(

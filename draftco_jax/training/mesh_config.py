@@ -67,6 +67,8 @@ class MeshConfig:
     """Tokens of a stripe of the striped layout of a row; none: zigzag."""
     trunk_mode: TrunkMode = "replay"
     """How keys and values that a draft reads more than once are served."""
+    shard_optimizer_state: bool = True
+    """Split moments and float32 copies over data, where there is any; false: they lie as the parameters."""
 
     def __post_init__(self) -> None:
         """Refuse sizes, counts and names that mean nothing."""

@@ -148,6 +148,7 @@ def test_what_is_restored_lies_where_an_update_leaves_it(on_mesh, run_of):
     updated = run.update(restored, batch, jnp.float32(1.0), run.reference, run.twin)[0]
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(restored), jax.tree.leaves(updated), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), jax.tree_util.keystr(path)
+    assert any("data" in leaf.sharding.spec for leaf in jax.tree.leaves(restored.policy_optimizer))
     stages = restored.policy["stages"][0][0]["mlp"]["down_proj"]["kernel"]
     assert stages.sharding.spec[0] == "stage" and stages.addressable_shards[0].data.shape[0] == 1
 
