@@ -34,8 +34,8 @@ from jaxtyping import Array
 from draftco_jax.pipeline.host_staging import HostStaging
 from draftco_jax.pipeline.relay import Relay
 from draftco_jax.pipeline.schedule import Phase, Schedule
-from draftco_jax.pipeline.tap_channel import Letter, OnLast, Spread, TapPlan, Tick
-from pallas_kernels.manual_axes import cast
+from draftco_jax.pipeline.tap_channel import Letter, OnLast, Spread, TapPlan, Tick, sort_features
+from pallas_kernels.manual_axes import cast, varying_axes
 
 Tree = Any
 Channel = Spread | OnLast | Relay | HostStaging
@@ -160,9 +160,12 @@ class _Pipeline:
         return self.schedule.virtual_stages - 1
 
     def run(self) -> PipelineResult:
-        carry, groups = self._start(), 0
+        carry, groups, sent = self._start(), 0, None
         in_groups = isinstance(carry.channel, Spread) and not self.plan.late
         for phase in self.schedule.phases:
+            through_all = in_groups and self.plan.mode == "direct" and groups == len(self.plan.group_ends)
+            if through_all and sent is None:
+                sent = self._send(carry, jnp.int32(groups - 1))  # beside the ticks that are left
             rows = self._rows(phase)
             through = int(((self.plan.group_ends >= phase.start) & (self.plan.group_ends < phase.stop)).sum())
             if in_groups and through:
@@ -170,7 +173,7 @@ class _Pipeline:
             else:
                 carry, _ = lax.scan(partial(self._tick, phase=phase), carry, rows)
             groups += through
-        return self._train_late(carry, groups)
+        return self._train_late(carry, groups, sent)
 
     def _start(self) -> _Carry:
         program, plan = self.program, self.plan
@@ -317,36 +320,60 @@ class _Pipeline:
 
         def body(carry: _Carry, step: tuple[Array, _Row]) -> tuple[_Carry, None]:
             group, rows = step
-            before = self._own(carry, group - 1) if direct and groups.stop > 1 else None
+            sent = self._send(carry, group - 1) if direct and groups.stop > 1 else None
             carry, _ = lax.scan(partial(self._tick, phase=phase), carry, rows)
             if not direct:
-                return carry._replace(result=self._train(carry.result, *self._own(carry, group))), None
-            if before is None:
+                return carry._replace(
+                    result=self._train(carry.result, *self._own(self._send(carry, group), group))
+                ), None
+            if sent is None:
                 return carry, None
+            sent, carry = self._after(sent, carry)
             # The condition is the same on all devices, so permutes may stand under it.
-            train = lambda result: self._train(result, *before)  # noqa: E731
+            train = lambda result: self._train(result, *self._own(sent, group - 1))  # noqa: E731
             result = train(carry.result) if groups.start else lax.cond(group > 0, train, lambda r: r, carry.result)
             return carry._replace(result=result), None
 
         carry, _ = lax.scan(body, carry, (jnp.arange(groups.start, groups.stop, dtype=jnp.int32), by_group))
         return carry
 
-    def _own(self, carry: _Carry, group: Array) -> tuple[Letter, Array, Array]:
-        """This stage's micro-batch of a group: its features, its number, and that it trains."""
+    def _send(self, carry: _Carry, group: Array) -> tuple[Letter, ...]:
+        """The features of a group go to where they are trained on."""
         assert isinstance(carry.channel, Spread)
-        m = group * self.schedule.stages + lax.axis_index(self.axis)
-        return carry.channel.exchange(self.plan, group, self.axis), m, m >= 0
+        return carry.channel.send(self.plan, group, self.axis)
 
-    def _train_late(self, carry: _Carry, groups: int) -> PipelineResult:
-        """What is left to train on when all ticks are over."""
-        plan, channel, result = self.plan, carry.channel, carry.result
-        if isinstance(channel, Spread) and (plan.late or plan.mode == "direct"):
-            left = jnp.arange(0 if plan.late else groups - 1, groups, dtype=jnp.int32)
-            step = lambda result, group: (self._train(result, *self._own(carry, group)), None)  # noqa: E731
-            result, _ = lax.scan(step, result, left)
-        elif isinstance(channel, OnLast) and plan.late:
-            result, _ = lax.scan(partial(self._train_on_last, channel), result, jnp.arange(self.schedule.microbatches))
-        return result
+    def _after(self, sent: tuple[Letter, ...], carry: _Carry) -> tuple[tuple[Letter, ...], _Carry]:
+        """The same; nothing of what was sent is read before the ticks that led to `carry` are over.
+
+        Otherwise it would be put in order before them, and would have to arrive at once. The tie is a gradient: every
+        backward changes it, and it is used later. One of the features' own type, since all that a barrier ties together
+        comes out as varying over all their axes.
+        """
+        axes = varying_axes(sent[0].data)
+        leaves, tree = jax.tree.flatten(carry.result.weights)
+        tie = next(i for i, leaf in enumerate(leaves) if varying_axes(leaf) == axes)  # norms are not split
+        sent, leaves[tie] = lax.optimization_barrier((sent, leaves[tie]))
+        return sent, carry._replace(result=carry.result._replace(weights=jax.tree.unflatten(tree, leaves)))
+
+    def _own(self, sent: tuple[Letter, ...], group: Array) -> tuple[Letter, Array, Array]:
+        """This stage's micro-batch of a group: its features, its number, and that it trains."""
+        m = group * self.schedule.stages + lax.axis_index(self.axis)
+        return sort_features(self.plan, sent, self.axis), m, m >= 0
+
+    def _train_late(self, carry: _Carry, groups: int, sent: tuple[Letter, ...] | None) -> PipelineResult:
+        """What is left to train on when all ticks are over; `sent`: the last group, if that is all."""
+        plan, channel = self.plan, carry.channel
+        if isinstance(channel, Spread) and plan.late:
+            step = lambda result, g: (self._train(result, *self._own(self._send(carry, g), g)), None)  # noqa: E731
+            return lax.scan(step, carry.result, jnp.arange(groups, dtype=jnp.int32))[0]
+        if isinstance(channel, Spread) and plan.mode == "direct":
+            last = jnp.int32(groups - 1)
+            sent, carry = (self._send(carry, last), carry) if sent is None else self._after(sent, carry)
+            return self._train(carry.result, *self._own(sent, last))
+        if isinstance(channel, OnLast) and plan.late:
+            step = partial(self._train_on_last, channel)
+            return lax.scan(step, carry.result, jnp.arange(self.schedule.microbatches))[0]
+        return carry.result
 
     def _train_on_last(self, channel: OnLast, result: PipelineResult, m: Array) -> tuple[PipelineResult, None]:
         """post: one micro-batch after the other."""
@@ -389,7 +416,8 @@ class _Pipeline:
         """One stage on or back; with several chunks the ends are joined."""
         stages = self.schedule.stages
         pairs = [(s, (s + step) % stages) for s in range(stages) if self.schedule.chunks > 1 or 0 <= s + step < stages]
-        return lax.ppermute(x, self.axis, pairs) if pairs else x
+        with jax.named_scope("stage_hop"):
+            return lax.ppermute(x, self.axis, pairs) if pairs else x
 
 
 def _kind_of(plan: TapPlan) -> type[Channel]:

@@ -103,6 +103,12 @@ class TapPlan:
         return max(map(len, self.of_stage))
 
     @cached_property
+    def hops(self) -> tuple[tuple[int, int], ...]:
+        """all_stages: (distance, features) of each permute of an exchange."""
+        counts = sorted({len(features) for features in self.of_stage} - {0})
+        return tuple((distance, count) for distance in range(1, self.layout.stages) for count in counts)
+
+    @cached_property
     def positions(self) -> Int32[np.ndarray, "K J"]:
         """Where what a virtual stage makes goes among the features of its stage; `widest`: nowhere."""
         found = np.full((self.layout.virtual_stages, self.slots[1] + 1), self.widest, np.int32)
@@ -255,27 +261,34 @@ class Spread(NamedTuple):
         at = jnp.asarray(plan.positions)[k]
         return Spread(self.held.write_some(tick.microbatch[stage], made, at, tick.active[stage]))
 
-    def exchange(self, plan: TapPlan, group: Int[Array, ""], axis: str) -> Letter:
-        """All features [F, ...] of this stage's micro-batch of a group, in one hop from where they were made.
+    def send(self, plan: TapPlan, group: Int[Array, ""], axis: str) -> tuple[Letter, ...]:
+        """Each feature of a group in one hop to the stage of its micro-batch: this stage's own, and what arrives.
 
         Stages with equally many features send in one permute for each distance, so that features are sent and nothing
         else.
         """
         stages, stage = plan.layout.stages, lax.axis_index(axis)
-        own = jnp.asarray(_padded(plan.of_stage, plan.widest, plan.features))
-        mine = self.held.read(group * stages + stage)
-        box = jax.tree.map(lambda x: jnp.zeros_like(jnp.broadcast_to(x[:1], (plan.features, *x.shape[1:]))), mine)
-        put = lambda box, ids, letter: jax.tree.map(lambda b, x: b.at[ids].set(x, mode="drop"), box, letter)  # noqa: E731
-        box = put(box, own[stage], mine)
-        for distance in range(1, stages):
+        letters = [self.held.read(group * stages + stage)]
+        for distance, count in plan.hops:
             letter = self.held.read(group * stages + (stage + distance) % stages)
-            source = (stage - distance) % stages
-            for count in sorted({len(features) for features in plan.of_stage} - {0}):
-                senders = [len(features) == count for features in plan.of_stage]
-                pairs = [(s, (s + distance) % stages) for s in range(stages) if senders[s]]
-                arrived = letter.pick(slice(0, count)).send(axis, pairs)
-                box = put(box, jnp.where(jnp.array(senders)[source], own[source, :count], plan.features), arrived)
-        return box
+            pairs = [(s, (s + distance) % stages) for s in range(stages) if len(plan.of_stage[s]) == count]
+            letters.append(letter.pick(slice(0, count)).send(axis, pairs))
+        return tuple(letters)
+
+
+def sort_features(plan: TapPlan, letters: tuple[Letter, ...], axis: str) -> Letter:
+    """All features [F, ...] of this stage's micro-batch in their order, from what `Spread.send` gave."""
+    stages, stage = plan.layout.stages, lax.axis_index(axis)
+    own = jnp.asarray(_padded(plan.of_stage, plan.widest, plan.features))
+    mine, *arrived = letters
+    box = jax.tree.map(lambda x: jnp.zeros_like(jnp.broadcast_to(x[:1], (plan.features, *x.shape[1:]))), mine)
+    put = lambda box, ids, letter: jax.tree.map(lambda b, x: b.at[ids].set(x, mode="drop"), box, letter)  # noqa: E731
+    box = put(box, own[stage], mine)
+    for (distance, count), letter in zip(plan.hops, arrived, strict=True):
+        source = (stage - distance) % stages
+        sends = jnp.array([len(features) == count for features in plan.of_stage])[source]
+        box = put(box, jnp.where(sends, own[source, :count], plan.features), letter)
+    return box
 
 
 class OnLast(NamedTuple):

@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from draftco_jax.context_parallel import PackedRows, check_documents
 from draftco_jax.distributed.axes import MeshAxis
+from draftco_jax.distributed.gpu_flags import pipeline_options
 from draftco_jax.distributed.sharding import TRAIN, Axes, partition_specs, shardings, with_axes
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import family_of
@@ -57,19 +58,24 @@ def init_state(policy: Params, draft: Params | None, optimizers: Optimizers) -> 
 UpdateFn = Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
-def make_update(spec: ObjectiveSpec, optimizers: Optimizers, mesh: Mesh | None = None) -> UpdateFn:
+def make_update(
+    spec: ObjectiveSpec, optimizers: Optimizers, mesh: Mesh | None = None, *, donate: bool = False
+) -> UpdateFn:
     """Compile ``update(state, batch, draft_loss_weight, reference, frozen_draft) -> (state, metrics)``.
 
     With a mesh the batch is spread over it as `spec.packed` says, tokens in the order of its layout (`place_batch`),
     and so are the policy's parameters (`place_policy`). A draft is whole on every device. Optimizer states are split
-    over `data` besides, unless `spec.shard_optimizer_state` is off (`place_state`).
+    over `data` besides, unless `spec.shard_optimizer_state` is off (`place_state`). With `donate` the new state
+    takes the memory of the old one, which cannot be read any more.
     """
     axes = spec.everywhere.mesh_axes
     if mesh is None and axes:
         raise ValueError(f"mesh=None must be the mesh with axes {axes} of spec; pass it")
     if mesh is not None:
         check_mesh(spec.everywhere, mesh)
-    return jax.jit(partial(update, spec=spec, optimizers=optimizers, mesh=mesh))
+    options = None if spec.pipeline is None else pipeline_options(mesh)
+    step = partial(update, spec=spec, optimizers=optimizers, mesh=mesh)
+    return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=options)
 
 
 def check_mesh(packed: PackedRows, mesh: Mesh) -> None:
