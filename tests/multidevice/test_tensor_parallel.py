@@ -37,6 +37,7 @@ from draftco_jax.training.update import (
     place_batch,
     place_policy,
     policy_specs,
+    state_layout,
 )
 from draftco_jax.types import PackedBatch
 
@@ -341,7 +342,7 @@ def test_weights_that_were_not_split_are_refused():
         run(jnp.ones((3, 16)))
 
 
-def test_optimizer_state_follows_the_parameters_and_the_step_is_that_of_one_device():
+def test_optimizer_state_is_split_over_tensor_and_data_and_the_step_is_that_of_one_device():
     cfg = dataclasses.replace(DENSE, num_hidden_layers=1)
     setup = Setup.__new__(Setup)
     setup.draft_cfg, setup.draft_graph, setup.reference = None, None, None
@@ -357,15 +358,16 @@ def test_optimizer_state_follows_the_parameters_and_the_step_is_that_of_one_devi
     placed = place_policy(policy, setup.graph, packed, mesh)
     batch = place_batch(BATCH, packed, mesh, draft_cfg=None)
     before, (many, many_metrics) = step(packed, mesh, placed, batch)
+    layout = state_layout(before, setup.spec(packed), mesh)
     for name, value in metrics.items():
         np.testing.assert_allclose(many_metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
-    for old, new, expected in zip(
-        jax.tree.leaves((before.policy, before.policy_optimizer)),
+    for sharding, new, expected in zip(
+        jax.tree.leaves((layout.policy, layout.policy_optimizer)),
         jax.tree.leaves((many.policy, many.policy_optimizer)),
         jax.tree.leaves((one.policy, one.policy_optimizer)),
         strict=True,
     ):
         np.testing.assert_allclose(new, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-        assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
-    momentum = many.policy_optimizer[0].trace["layers"][0]["mlp"]["down_proj"]["kernel"]
-    assert momentum.addressable_shards[0].data.shape == (12, 16)
+        assert new.sharding.is_equivalent_to(sharding, new.ndim)
+    pick = lambda tree: tree["layers"][0]["mlp"]["down_proj"]["kernel"].addressable_shards[0].data.shape  # noqa: E731
+    assert (pick(many.policy), pick(many.policy_optimizer[0].trace)) == ((12, 16), (12, 8))
