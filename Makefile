@@ -60,12 +60,12 @@ demo-fast: $(STAMP)
 # starts.
 test: $(STAMP) $(DEVICELESS_STAMP)
 	$(PYTEST) tests $(PARALLEL) $(ARGS)
-	$(PYTEST) tests/multidevice $(ARGS)
+	$(PYTEST) tests/multidevice $(PARALLEL) $(ARGS)
 	$(PYTEST) tests/aot $(ARGS)
 
 test-all: $(STAMP) $(DEVICELESS_STAMP)
 	DRAFTCO_TEST_COMPILE=full $(PYTEST) tests -m '' $(PARALLEL) $(ARGS)
-	DRAFTCO_TEST_COMPILE=full $(PYTEST) tests/multidevice -m '' $(ARGS)
+	DRAFTCO_TEST_COMPILE=full $(PYTEST) tests/multidevice -m '' $(PARALLEL) $(ARGS)
 	$(PYTEST) tests/aot -m '' $(ARGS)
 
 test-fast: $(STAMP)
