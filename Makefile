@@ -57,15 +57,17 @@ demo-fast: $(STAMP)
 	$(BIN)/draftco train --config configs/grpo_arithmetic2_eagle3_cpu.py --run-dir runs/demo-fast --resume $(ARGS)
 
 # tests/multidevice and tests/aot are processes of their own: JAX fixes the number of devices and its plugins when it
-# starts.
+# starts. tests/multiprocess starts several, which would crowd out other workers.
 test: $(STAMP) $(DEVICELESS_STAMP)
 	$(PYTEST) tests $(PARALLEL) $(ARGS)
 	$(PYTEST) tests/multidevice $(PARALLEL) $(ARGS)
+	$(PYTEST) tests/multiprocess $(ARGS)
 	$(PYTEST) tests/aot $(ARGS)
 
 test-all: $(STAMP) $(DEVICELESS_STAMP)
 	DRAFTCO_TEST_COMPILE=full $(PYTEST) tests -m '' $(PARALLEL) $(ARGS)
 	DRAFTCO_TEST_COMPILE=full $(PYTEST) tests/multidevice -m '' $(PARALLEL) $(ARGS)
+	DRAFTCO_TEST_COMPILE=full $(PYTEST) tests/multiprocess -m '' $(ARGS)
 	$(PYTEST) tests/aot -m '' $(ARGS)
 
 test-fast: $(STAMP)

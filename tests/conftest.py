@@ -30,8 +30,8 @@ import jaxtyping
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Each a process of its own: the device count and the plugins are fixed when JAX starts.
-OWN_PROCESS = (REPOSITORY / "tests" / "multidevice", REPOSITORY / "tests" / "aot")
+# Each a process of its own: the device count and the plugins are fixed when JAX starts; the last one starts several.
+OWN_PROCESS = tuple(REPOSITORY / "tests" / room for room in ("multidevice", "aot", "multiprocess"))
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
