@@ -48,6 +48,7 @@ def test_host_staging_copies_every_remote_feature_there_and_back(found):
     assert found["host_staged_bytes"] == {"to_host": eq5, "from_host": eq5}
 
 
+@pytest.mark.slow
 def test_memory_of_1f1b_does_not_grow_with_microbatches_and_that_of_gpipe_does():
     def growth(schedule):
         few, many = (programs.Program(2, count, schedule=schedule) for count in (8, 24))

@@ -40,7 +40,7 @@ def temporary(lowered):
     return get
 
 
-@pytest.mark.parametrize("microbatches", [16, 32])
+@pytest.mark.parametrize("microbatches", [pytest.param(16, marks=pytest.mark.slow), 32])
 def test_memory_does_not_grow_with_micro_batches(temporary, microbatches):
     few, many = temporary(8), temporary(microbatches)
     assert 0.95 * few < many < 1.05 * few

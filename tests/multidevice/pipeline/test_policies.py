@@ -135,6 +135,7 @@ def test_a_penalty_and_a_frozen_draft_come_along(cases):
     assert got[1]["policy/kl_reference"] > 0
 
 
+@pytest.mark.slow
 def test_both_placements_give_the_drafts_gradients(cases, setup_of):
     setup, batch = setup_of("dflash"), cases.batch_of_rows(4)
     spread = setup.staged({"stage": 4}, microbatches=4)(batch)
