@@ -90,17 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Compare drafts on a shipped policy, or count what long rows over ranks or pipeline stages cost.",
         "drafts --json",
     )
-    bench.add_argument(
-        "name", choices=tuple(_BENCHES), metavar="NAME", help="what to measure: drafts, attention or pipeline"
-    )
-    bench.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it")
-    bench.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write it to FILE, or print it and nothing else"
-    )
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="attention: draw it, .png or .svg")
-    bench.add_argument("--ranks", type=int, metavar="C", help="attention: ranks of what is compiled (default: 8)")
-    bench.add_argument("--fast", action="store_true", help="attention: leave out what is compiled for H100")
-    bench.add_argument("--plots", type=Path, metavar="DIR", help="pipeline: draw it, a picture each")
+    _add_bench_options(bench)
 
     convert = add(
         "convert",
@@ -144,6 +134,20 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="a policy or a draft to look at")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
     return parser
+
+
+def _add_bench_options(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument(
+        "name", choices=tuple(_BENCHES), metavar="NAME", help="what to measure: drafts, attention or pipeline"
+    )
+    bench.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it")
+    bench.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write it to FILE, or print it and nothing else"
+    )
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="attention: draw it, .png or .svg")
+    bench.add_argument("--ranks", type=int, metavar="C", help="attention: ranks of what is compiled (default: 8)")
+    bench.add_argument("--fast", action="store_true", help="attention: leave out what is compiled for H100")
+    bench.add_argument("--plots", type=Path, metavar="DIR", help="pipeline: draw it, a picture each")
 
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -253,13 +257,7 @@ def _bench_attention(options: argparse.Namespace) -> None:
     )
     if options.plot:
         write_figure(found, options.plot)
-    if options.json == "-":
-        print(json.dumps(found, indent=2))
-        return
-    if options.json:
-        _write_json(Path(options.json), found)
-    print(table(found))
-    print(last_line(found) + _written(" and ".join(str(path) for path in (options.json, options.plot) if path)))
+    _print_found(found, options.json, options.plot, table, last_line)
 
 
 def _bench_pipeline(options: argparse.Namespace) -> None:
@@ -274,13 +272,20 @@ def _bench_pipeline(options: argparse.Namespace) -> None:
     found = bench_pipeline(settings, lambda text: print(f"bench pipeline: {text}", file=sys.stderr, flush=True))
     if options.plots:
         write_figures(found, options.plots)
-    if options.json == "-":
+    _print_found(found, options.json, options.plots, table, last_line)
+
+
+def _print_found(
+    found: Any, to: str | None, picture: Path | None, table: Callable[[Any], str], last_line: Callable[[Any], str]
+) -> None:
+    """Figures of a bench as JSON alone (`to` is "-"), or as a table, and where they were written."""
+    if to == "-":
         print(json.dumps(found, indent=2))
         return
-    if options.json:
-        _write_json(Path(options.json), found)
+    if to:
+        _write_json(Path(to), found)
     print(table(found))
-    print(last_line(found) + _written(" and ".join(str(path) for path in (options.json, options.plots) if path)))
+    print(last_line(found) + _written(" and ".join(str(path) for path in (to, picture) if path)))
 
 
 _BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {

@@ -73,5 +73,5 @@ def as_users_compile() -> dict[str, int | bool]:
 
 @pytest.fixture(scope="session")
 def compiled_in_full() -> bool:
-    """Whether this session compiles as users do."""
+    """Whether programs are compiled as users compile them."""
     return os.environ.get("DRAFTCO_TEST_COMPILE") == "full"
