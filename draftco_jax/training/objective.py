@@ -286,7 +286,9 @@ def policy_terms(
     )
     penalty = jnp.zeros_like(surrogate)
     if labels.reference_logprobs is not None:
-        penalty = mean(kl_k3(logprobs, labels.reference_logprobs))
+        # Cleared before exp, as in `clipped_surrogate`: the reference may differ by any number of nats on a prompt.
+        label = lambda x: jnp.where(mask > 0, x, 0.0)  # noqa: E731
+        penalty = mean(kl_k3(label(logprobs), label(labels.reference_logprobs)))
     trained = jax.lax.stop_gradient(logprobs)
     sums = PolicySums(
         surrogate=surrogate,

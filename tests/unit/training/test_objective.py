@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from draftco_jax.context_parallel import WHOLE_ROWS
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.losses.draft import expected_accepted_length
 from draftco_jax.losses.policy import kl_k3
 from draftco_jax.models.functional import abstract_params, graph_of
-from draftco_jax.training.objective import Counts, GrpoConfig, global_counts, objective
+from draftco_jax.training.objective import Counts, GrpoConfig, global_counts, labels_of, objective, policy_terms
 from draftco_jax.types import PackedBatch
 
 KEY = jax.random.key(0)  # this family draws nothing
@@ -138,6 +139,22 @@ def test_bug_case_b90_labels_taken_out_leave_numerator_and_denominator(setup, ba
     clean, dirty = gradient(masked, counts), gradient(garbage, counts)
     assert_close(dirty[0][0], clean[0][0])
     assert_close(dirty[1], clean[1])
+
+
+@pytest.mark.parametrize("anything", [90.0, np.inf, np.nan])
+def test_a_token_that_is_not_trained_on_may_be_anything_to_the_reference_policy(setup, batch, anything):
+    """exp overflows past 88 nats: 0 * inf of a prompt token or of padding would be the NaN of every gradient."""
+    spec = dataclasses.replace(setup.spec, algorithm=GrpoConfig(kl_coefficient=0.25))
+    policy = spec.policy_graph.merge(setup.policy)
+    hidden = jax.random.normal(KEY, (*batch.tokens.shape, setup.policy_cfg.hidden_size))
+
+    def gradient(elsewhere):
+        labels = labels_of(batch, WHOLE_ROWS, jnp.full(batch.tokens.shape, -3.0))
+        labels = labels._replace(reference_logprobs=jnp.where(labels.mask > 0, -3.0, jnp.float32(elsewhere)))
+        loss = lambda hidden: policy_terms(policy, hidden, labels, jnp.sum(labels.mask), spec)[0]  # noqa: E731
+        return jax.value_and_grad(loss)(hidden)
+
+    jax.tree.map(np.testing.assert_array_equal, gradient(anything), gradient(-3.0))
 
 
 def test_a_batch_without_labels_gives_zero_and_not_nan(setup, batch, gradient):
