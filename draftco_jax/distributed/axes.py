@@ -20,6 +20,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from draftco_jax.errors import UserError
+
 
 class MeshAxis(StrEnum):
     """Names, slowest to fastest: ranks of a tensor axis are neighbours."""
@@ -36,6 +38,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
 
     Raises:
         ValueError: an unknown axis, a size below 1, or fewer devices than the product of the sizes.
+        UserError: several CPU devices where JAX keeps compiled programs on disk.
     """
     unknown = sorted(set(sizes) - set(MeshAxis))
     if unknown:
@@ -48,5 +51,18 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     count = prod(sizes[axis] for axis in axes)
     if count > len(devices):
         raise ValueError(f"sizes={dict(sizes)} take {count} devices but there are {len(devices)}; use smaller sizes")
+    _check_compilation_cache(devices[:count])
     shape = [sizes[axis] for axis in axes]
     return Mesh(np.array(devices[:count]).reshape(shape), tuple(str(axis) for axis in axes))
+
+
+def _check_compilation_cache(devices: Sequence[Any]) -> None:
+    """A program of collectives over two axes that XLA's CPU loads from disk runs them in no order: some of its results
+    are NaN, and some runs never end (jax 0.10.2 and 0.11; a pipelined update over stages and context)."""
+    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    in_use = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    if len(devices) > 1 and devices[0].platform == "cpu" and folder and in_use:
+        raise UserError(
+            f"jax_compilation_cache_dir={folder} must not be in use with a mesh of {len(devices)} CPU devices: XLA "
+            "computes wrong numbers with what it loads from there; set JAX_ENABLE_COMPILATION_CACHE=0"
+        )

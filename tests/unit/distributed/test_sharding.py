@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -20,6 +21,7 @@ from draftco_jax.distributed.sharding import (
     stated_parameters,
     with_axes,
 )
+from draftco_jax.errors import UserError
 from draftco_jax.models.gpt_oss import GptOssConfig
 from draftco_jax.models.layers import parameter
 from draftco_jax.models.nemotron_h import NemotronHConfig
@@ -185,3 +187,18 @@ def test_meshes_are_made_in_the_order_of_the_axes_or_refused():
         with pytest.raises(ValueError, match=re.escape(message)):
             make_mesh(sizes)
     assert [str(axis) for axis in MeshAxis] == ["data", "stage", "context", "expert", "tensor"]
+
+
+@pytest.mark.parametrize(("in_use", "platform"), [(True, "cpu"), (False, "cpu"), (True, "gpu")])
+def test_a_mesh_of_cpu_devices_and_programs_kept_on_disk_are_refused_together(in_use, platform, monkeypatch):
+    """What XLA's CPU loads from there it runs wrongly: `make_mesh`."""
+    config = {"jax_compilation_cache_dir": "/tmp/programs", "jax_enable_compilation_cache": in_use}
+    monkeypatch.setattr("draftco_jax.distributed.axes.jax.config", SimpleNamespace(**config))
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])  # of one device, which collectives do not leave
+    monkeypatch.setattr("draftco_jax.distributed.axes.Mesh", lambda *_: mesh)
+    several = [SimpleNamespace(platform=platform)] * 2
+    if in_use and platform == "cpu":
+        with pytest.raises(UserError, match=r"^jax_compilation_cache_dir=/tmp/programs must .* 2 CPU .*=0$"):
+            make_mesh({"data": 2}, several)
+    else:
+        assert make_mesh({"data": 2}, several) is mesh
