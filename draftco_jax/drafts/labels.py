@@ -9,7 +9,6 @@ is one), E = tokens of a row with its halos.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from draftco_jax.context_parallel import PackedRows
 from draftco_jax.drafts.base import DraftReport, TrainingContext
-from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.draft import (
     DraftLossConfig,
     advantage_weights,
@@ -30,7 +28,7 @@ from draftco_jax.losses.draft import (
     scale_labels,
     weighted_loss,
 )
-from draftco_jax.losses.law_pair import LawPairTerms
+from draftco_jax.losses.law_pair import LawPairTerms, Teacher, law_pair_terms
 from draftco_jax.numerics.masked import masked_sum
 from draftco_jax.types import PackedBatch
 
@@ -121,41 +119,54 @@ def weigh_labels(
     return Labels(masks, scaled, denominator)
 
 
-def map_steps(
-    fn: Callable[..., LawPairTerms],
+def step_terms(
     features: Float[Array, "n R T F"],
-    ahead: Ahead,
+    kernel: Float[Array, "F W"],
     hidden: Float[Array, "R T D"] | None,
-    chunk_tokens: int,
+    head: Float[Array, "D V"],
+    ahead: Ahead,
+    context: TrainingContext,
+    *,
+    kept: Int[Array, " W"] | None = None,
+    frozen_rows: int = 0,
 ) -> LawPairTerms:
     """Both laws of each step at every index: step k at t speaks of x_{t+2+k} and learns from the policy at t + 1 + k.
 
-    All steps go through one loop over chunks: the backward pass then accumulates the head's gradient once, where a loop
-    for each step would hold one more copy of it for each.
+    All steps go through one loop over chunks: the head's gradient is then there once, and the policy's law at an index
+    is found once for all steps that learn from it.
 
     Args:
-        fn: ``fn(features [c, F], labels i32[c], teacher [c, D] or None)`` for c tokens.
-        features: what the head reads of each step.
-        ahead: the batch, with a reach of n + 1.
+        features: what the draft's head reads of each step.
+        kernel: the draft's head.
         hidden: the policy's final states; None where no loss needs its law.
-        chunk_tokens: upper bound of c.
+        head: the policy's head.
+        ahead: the batch, with a reach of n + 1.
+        context: sampling, chunk and tile.
+        kept: target id of each draft id; None: all ids.
+        frozen_rows: leading rows of `kernel` that get no gradient, see `law_pair_terms`.
     """
     steps, (rows, tokens) = features.shape[0], ahead.batch.tokens.shape
     labels = jnp.stack([ahead.tokens(k + 2) for k in range(steps)])
-    flat = None if hidden is None else ahead.flatten(ahead.packed.extend(hidden, ahead.reach))
-    # Places and not states: shifted copies of the states would take n times their memory.
-    teachers = ahead.places(jnp.arange(tokens, dtype=jnp.int32))[None, None, :]
-    teachers = teachers + jnp.arange(1, steps + 1, dtype=jnp.int32)[:, None, None]
-    row_size = 0 if flat is None else flat.shape[1]
-    teachers = teachers + row_size * jnp.arange(rows, dtype=jnp.int32)[None, :, None]
-    states = None if flat is None else flat.reshape(-1, flat.shape[-1])
-
-    def terms(features: Array, labels: Array, teachers: Array) -> LawPairTerms:
-        return fn(features, labels, None if states is None else states[teachers])
-
-    merged = [a.reshape(steps * rows, *a.shape[2:]) for a in (features, labels, teachers)]
-    out = map_tokens(terms, tuple(merged), chunk_tokens=chunk_tokens)
-    return jax.tree.map(lambda a: a.reshape(steps, rows, tokens), out)
+    teacher = None
+    if hidden is not None:
+        states = ahead.flatten(ahead.packed.extend(hidden, ahead.reach))
+        # Places and not states: shifted copies of the states would take n times their memory.
+        at = ahead.places(jnp.arange(tokens, dtype=jnp.int32))[None, None, :]
+        at = at + jnp.arange(1, steps + 1, dtype=jnp.int32)[:, None, None]
+        at = at + states.shape[1] * jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+        teacher = Teacher(states.reshape(-1, states.shape[-1]), head, at.reshape(-1))
+    terms = law_pair_terms(
+        features.reshape(-1, features.shape[-1]),
+        kernel,
+        teacher,
+        labels.reshape(-1),
+        kept=kept,
+        sampling=context.sampling,
+        tile=context.tile,
+        chunk_tokens=context.chunk_tokens,
+        frozen_rows=frozen_rows,
+    )
+    return jax.tree.map(lambda a: a.reshape(steps, rows, tokens), terms)
 
 
 def draft_loss(

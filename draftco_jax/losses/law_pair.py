@@ -1,7 +1,8 @@
 """What the policy's law p and the draft's law q say about each other at single tokens, without [tokens, vocab] arrays.
 
 Every family's draft logits are features @ kernel (a Markov bias is more feature columns), so one function serves all.
-Both heads are walked in tiles of `tile` columns: once for the normalisers, once for the sums, and once more in the
+What p says alone is found once for each of the policy's states (`head_walk.teacher_law`). Both heads are then walked in
+chunks of labels and tiles of columns: the draft's for its normalisers, both for the sums, and both once more in the
 backward pass, which is written out here (z draft logits over the temperature, q = softmax(z), p~ = p restricted to
 draft ids and renormalised):
 
@@ -9,26 +10,23 @@ draft ids and renormalised):
     d hard_cross_entropy / dz = q - 1[v = label]  d overlap / dz = - (d l1 / dz) / 2
 
 The last line holds because sum_v min(p, q) = (P + 1 - sum_v |p - q|) / 2 over draft ids, P = sum_v p a constant.
-Residuals are the arguments and a few numbers per token. Logits, laws and sums are float32; the products with the head
+Residuals are the arguments and a few numbers per label. Logits, laws and sums are float32; the products with the head
 in the backward pass take dz rounded to the dtype of the features, as a bfloat16 head does everywhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
+from draftco_jax.losses.head_walk import TeacherLaw, rows, teacher_law, tile_ids, tile_logits, walk_head
+from draftco_jax.losses.parts import columns, fold_parts, part_of, with_part
 from draftco_jax.numerics.sampling import SamplingConfig, law
-from pallas_kernels.manual_axes import cast as as_varying
-from pallas_kernels.manual_axes import varying_axes
-
-Carry = TypeVar("Carry")
 
 
 class LawPairTerms(NamedTuple):
@@ -46,11 +44,21 @@ class LawPairTerms(NamedTuple):
     unfiltered_overlap: Array | None = None  # sum_v min(p, q) before top-k/top-p, differentiable; None: it is `overlap`
 
 
+class Teacher(NamedTuple):
+    """The policy's states, and which of them has the law of each label."""
+
+    states: Array  # [E, D] after the final norm
+    head: Array  # [D, V]
+    at: Array  # i32[N] row of `states`, in 0..E - 1
+
+
 class _Static(NamedTuple):
     """What is known when the program is compiled."""
 
     tile: int
+    chunk: int
     temperature: float
+    frozen_rows: int
 
 
 class _Draft(NamedTuple):
@@ -63,74 +71,80 @@ class _Draft(NamedTuple):
 class _Fixed(NamedTuple):
     """What gets none."""
 
-    hidden: Array | None  # [N, D]
-    head: Array | None  # [D, V]
+    teacher: Teacher | None
+    law: TeacherLaw | None  # of each label, [N]
     labels: Array  # i32[N]
     kept: Array | None  # i32[W]
 
 
-class _Normalisers(NamedTuple):
-    """Log of the sum of exp(logits) of each token, float32 [N], and the policy's mode, i32[N]."""
+class _Chunk(NamedTuple):
+    """Labels that are looked at together."""
 
-    draft: Array
-    policy: Array
-    restricted: Array
-    mode: Array
+    features: Array  # [c, F]
+    hidden: Array | None  # [c, D]
+    law: TeacherLaw | None  # [c]
+    labels: Array  # i32[c]
 
 
-class _Head(NamedTuple):
-    """One walk through a head."""
+class _Found(NamedTuple):
+    """What the backward pass needs of the forward, float32 [N]."""
 
-    log_sum: Array  # f32[N]
-    mode: Array  # i32[N] target id of the largest logit; the first one of equals
-    label_logit: Array  # f32[N] 0 where the head lacks the label
-    label_found: Array  # bool[N]
+    log_sum: Array  # of the draft's logits
+    sign_mean: Array  # sum_v q sign(q - p)
+    label_kept: Array
 
 
 def law_pair_terms(
     draft_features: Float[Array, "N F"],
     draft_kernel: Float[Array, "F W"],
-    teacher_hidden: Float[Array, "N D"] | None,
-    teacher_kernel: Float[Array, "D V"] | None,
+    teacher: Teacher | None,
     labels: Int32[Array, " N"],
     *,
     kept: Int[Array, " W"] | None,
     sampling: SamplingConfig,
     tile: int,
+    chunk_tokens: int,
+    frozen_rows: int = 0,
 ) -> LawPairTerms:
-    """Return the terms of N tokens; gradients reach `draft_features` and `draft_kernel` only.
+    """Return the terms of N labels; gradients reach `draft_features` and `draft_kernel` only.
 
-    Losses see the temperature only. With top-k or top-p `overlap` is that of the filtered laws, for which dense [N, V]
-    logits of both heads are made, without residuals; otherwise nothing here is larger than [N, tile]. Callers keep N
-    small with `chunked.map_tokens`. Every row must be finite, also rows whose terms are masked afterwards.
+    Losses see the temperature only. With top-k or top-p `overlap` is that of the filtered laws, for which logits
+    [chunk, V] of both heads are made; otherwise nothing through the vocabulary is larger than [chunk, tile]. Every row
+    must be finite, also rows whose terms are masked afterwards.
 
     Args:
-        draft_features: the draft's state at each token.
+        draft_features: the draft's state at each label.
         draft_kernel: the draft's head; cast to the dtype of the features a tile at a time.
-        teacher_hidden: the policy's state after its final norm. None: only the label's terms are computed, the others
-            are 0.
-        teacher_kernel: the policy's head; None where `teacher_hidden` is.
+        teacher: the policy. None: only the label's terms are computed, the others are 0.
         labels: target ids. An id that no head has (such as -1) is one the draft lacks.
-        kept: target id of each draft id, in any order; None where the draft has the whole vocabulary.
+        kept: target id of each draft id, all different, in any order; None where the draft has the whole vocabulary.
         sampling: of the rollouts. Temperature 0 is refused: a one-hot law has no finite log.
         tile: columns of a head whose logits exist at one time, >= 1.
+        chunk_tokens: labels whose logits exist at one time, >= 1.
+        frozen_rows: leading rows of `draft_kernel` that are not the draft's own, such as the policy's head: their
+            gradient is not computed and is 0.
     """
     if sampling.greedy:
         raise ValueError("temperature=0 must be > 0 to train a draft: a one-hot law has no finite log; use 1.0")
-    if tile < 1:
-        raise ValueError(f"tile={tile} must be >= 1; 8192 is usual")
-    if (teacher_hidden is None) != (teacher_kernel is None):
-        raise ValueError("teacher_hidden and teacher_kernel must be given together; pass None for both or neither")
-    if kept is None and teacher_kernel is not None and teacher_kernel.shape[1] != draft_kernel.shape[1]:
-        rule = f"must equal the policy's {teacher_kernel.shape[1]} without a map; pass kept"
+    for name, value, usual in (("tile", tile, 8192), ("chunk_tokens", chunk_tokens, 4096)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be >= 1; {usual} is usual")
+    if kept is None and teacher is not None and teacher.head.shape[1] != draft_kernel.shape[1]:
+        rule = f"must equal the policy's {teacher.head.shape[1]} without a map; pass kept"
         raise ValueError(f"draft vocabulary={draft_kernel.shape[1]} {rule}")
+    static = _Static(tile, chunk_tokens, sampling.temperature, frozen_rows)
     draft = _Draft(draft_features, draft_kernel)
     kept = None if kept is None else kept.astype(jnp.int32)
-    fixed = lax.stop_gradient(_Fixed(teacher_hidden, teacher_kernel, labels, kept))
-    terms = cast(LawPairTerms, _tempered_terms(_Static(tile, sampling.temperature), draft, fixed))
-    if teacher_hidden is None or not sampling.filtered:
+    teacher = lax.stop_gradient(teacher)
+    of_teacher = None
+    if teacher is not None:
+        sizes = {"temperature": sampling.temperature, "tile": tile, "chunk_tokens": chunk_tokens}
+        of_teacher = teacher_law(*teacher, kept=kept, **sizes)
+    fixed = _Fixed(teacher, of_teacher, labels, kept)
+    terms = cast(LawPairTerms, _tempered_terms(static, draft, fixed))
+    if teacher is None or not sampling.filtered:
         return terms
-    filtered = _filtered_overlap(lax.stop_gradient(draft), fixed, sampling)
+    filtered = _filtered_overlap(static, lax.stop_gradient(draft), fixed, sampling)
     return terms._replace(overlap=filtered, unfiltered_overlap=terms.overlap)
 
 
@@ -139,172 +153,156 @@ def _tempered_terms(static: _Static, draft: _Draft, fixed: _Fixed) -> LawPairTer
     return _forward(static, draft, fixed)[0]
 
 
-def _forward(static: _Static, draft: _Draft, fixed: _Fixed) -> tuple[LawPairTerms, tuple]:
-    """The terms, and what the backward pass needs of them."""
-    student = _walk(static, draft.features, draft.kernel, fixed.kept, fixed.labels, columns=None)
+def _forward(static: _Static, draft: _Draft, fixed: _Fixed) -> tuple[LawPairTerms, tuple[_Draft, _Fixed, _Found]]:
+    """The terms, and what the backward pass needs."""
+
+    def step(carry: tuple[LawPairTerms, _Found], start: Array | int, fresh: Array) -> tuple[LawPairTerms, _Found]:
+        chunk = _chunk_of(draft, fixed, start, fresh.shape[0])
+        return with_part(carry, _chunk_terms(static, draft.kernel, chunk, fixed), start)
+
+    zero = jnp.zeros(fixed.labels.shape[0], jnp.float32)
+    init = LawPairTerms(*[zero] * 7), _Found(zero, zero, zero)
+    terms, found = fold_parts(fixed.labels.shape[0], static.chunk, init, step, read=(draft, fixed))
+    return terms, (draft, fixed, found)
+
+
+def _chunk_of(draft: _Draft, fixed: _Fixed, start: Array | int, size: int) -> _Chunk:
+    features, of_teacher, labels = part_of((draft.features, fixed.law, fixed.labels), start, size)
+    teacher = fixed.teacher
+    hidden = None if teacher is None else rows(teacher.states, part_of(teacher.at, start, size))
+    return _Chunk(features, hidden, of_teacher, labels)
+
+
+def _chunk_terms(static: _Static, kernel: Array, chunk: _Chunk, fixed: _Fixed) -> tuple[LawPairTerms, _Found]:
+    """Terms of one chunk: the draft's head alone, then both heads over draft ids."""
+    sizes = {"temperature": static.temperature, "tile": static.tile}
+    student = walk_head(chunk.features, kernel, fixed.kept, chunk.labels, **sizes)
     found = student.label_found.astype(jnp.float32)
     hard = jnp.where(student.label_found, student.log_sum - student.label_logit, 0.0)
-    hit = (student.mode == fixed.labels).astype(jnp.float32)
+    hit = (student.mode == chunk.labels).astype(jnp.float32)
     zero = jnp.zeros_like(hard)
-    if fixed.hidden is None or fixed.head is None:
-        terms = LawPairTerms(zero, hard, zero, zero, zero, found, hit)
-        return terms, (draft, fixed, _Normalisers(student.log_sum, zero, zero, student.mode), zero, found)
-
-    teacher = _walk(static, fixed.hidden, fixed.head, None, fixed.labels, columns=None)
-    log_restricted = teacher.log_sum
-    if fixed.kept is not None:
-        log_restricted = _walk(static, fixed.hidden, fixed.head, fixed.kept, fixed.labels, columns=fixed.kept).log_sum
-    logs = _Normalisers(student.log_sum, teacher.log_sum, log_restricted, teacher.mode)
+    if chunk.law is None:
+        return LawPairTerms(zero, hard, zero, zero, zero, found, hit), _Found(student.log_sum, zero, found)
 
     def step(carry: tuple[Array, ...], start: Array | int, fresh: Array) -> tuple[Array, ...]:
-        z, log_p, ids = _pair_tile(static, draft, fixed, logs, start, fresh)
-        soft, distance, overlap, sign_mean, mode_kept = carry
-        q, p = jnp.exp(z - logs.draft[:, None]), jnp.exp(log_p)
-        restricted = jnp.exp(log_p + (logs.policy - logs.restricted)[:, None])
-        soft += jnp.sum(jnp.where(restricted > 0, restricted * (logs.draft[:, None] - z), 0.0), axis=-1)
+        z, log_p, restricted = _pair_tile(static, kernel, chunk, fixed, start, fresh)
+        soft, distance, overlap, sign_mean = carry
+        q, p = jnp.exp(z - student.log_sum[:, None]), jnp.exp(log_p)
+        soft += jnp.sum(jnp.where(restricted > 0, restricted * (student.log_sum[:, None] - z), 0.0), axis=-1)
         return (
             soft,
             distance + jnp.sum(jnp.abs(p - q), axis=-1),
             overlap + jnp.sum(jnp.minimum(p, q), axis=-1),
             sign_mean + jnp.sum(q * jnp.sign(q - p), axis=-1),
-            mode_kept | jnp.any(ids[None, :] == logs.mode[:, None], axis=-1),
         )
 
-    init = (zero, zero, zero, zero, jnp.zeros_like(student.label_found))
-    soft, distance, overlap, sign_mean, mode_kept = _over_tiles(
-        static.tile, draft.kernel.shape[1], init, step, (draft, fixed)
+    soft, distance, overlap, sign_mean = fold_parts(
+        kernel.shape[1], static.tile, (zero, zero, zero, zero), step, read=(kernel, chunk, fixed)
     )
     if fixed.kept is not None:  # the policy's mass on ids that the draft lacks
-        distance += jnp.maximum(1.0 - jnp.exp(logs.restricted - logs.policy), 0.0)
-    terms = LawPairTerms(soft, hard, distance, overlap, mode_kept.astype(jnp.float32), found, hit)
-    return terms, (draft, fixed, logs, sign_mean, found)
+        distance += jnp.maximum(1.0 - jnp.exp(chunk.law.log_restricted - chunk.law.log_sum), 0.0)
+    terms = LawPairTerms(soft, hard, distance, overlap, chunk.law.mode_kept, found, hit)
+    return terms, _Found(student.log_sum, sign_mean, found)
 
 
 def _backward(static: _Static, residuals: tuple, cotangents: LawPairTerms) -> tuple[_Draft, None]:
-    """Gradients by the formulas of the module's docstring, a tile of dz at a time."""
-    draft, fixed, logs, sign_mean, found = residuals
-    scale = jnp.float32(1.0 / static.temperature)
-    soft, hard = (scale * g[:, None] for g in (cotangents.soft_cross_entropy, cotangents.hard_cross_entropy))
-    distance = scale * (cotangents.l1 - 0.5 * cotangents.overlap)[:, None]
+    """Gradients by the formulas of the module's docstring, a chunk of labels and a tile of dz at a time."""
+    draft, fixed, found = cast(tuple[_Draft, _Fixed, _Found], residuals)
+    weights = _Weights.of(static, cotangents)
 
     def step(carry: tuple[Array, Array], start: Array | int, fresh: Array) -> tuple[Array, Array]:
         d_features, d_kernel = carry
-        z, log_p, ids = _pair_tile(static, draft, fixed, logs, start, fresh)
-        q = jnp.exp(z - logs.draft[:, None])
-        is_label = (ids[None, :] == fixed.labels[:, None]) & fresh[None, :]
-        dz = hard * (found[:, None] * q - is_label.astype(jnp.float32))  # no term where the draft lacks the label
-        if fixed.hidden is not None:
-            restricted = jnp.exp(log_p + (logs.policy - logs.restricted)[:, None])
-            dz += soft * (q - restricted) + distance * q * (jnp.sign(q - jnp.exp(log_p)) - sign_mean[:, None])
-        dz = dz.astype(draft.features.dtype)
-        kernel = _columns(draft.kernel, start, fresh.shape[0]).astype(draft.features.dtype)
-        d_features += jnp.matmul(dz, kernel.T, preferred_element_type=jnp.float32)
-        new = jnp.matmul(draft.features.T, dz, preferred_element_type=jnp.float32).astype(d_kernel.dtype)
+        chunk = _chunk_of(draft, fixed, start, fresh.shape[0])
+        numbers, weight = part_of((found, weights), start, fresh.shape[0])
+        weight = jax.tree.map(lambda w: jnp.where(fresh, w, 0.0), weight)  # labels that the chunk before had
+        new, d_kernel = _chunk_gradients(static, draft.kernel, chunk, fixed, numbers, weight, d_kernel)
+        new = jnp.where(fresh[:, None], new, part_of(d_features, start, fresh.shape[0]))
+        return with_part(d_features, new, start), d_kernel
+
+    init = jnp.zeros_like(draft.features), jnp.zeros_like(draft.kernel[static.frozen_rows :])
+    count = fixed.labels.shape[0]
+    d_features, d_kernel = fold_parts(count, static.chunk, init, step, read=(draft, fixed, cotangents))
+    return _Draft(d_features, jnp.pad(d_kernel, ((static.frozen_rows, 0), (0, 0)))), None
+
+
+class _Weights(NamedTuple):
+    """What each term's gradient is multiplied with, float32 [N]."""
+
+    soft: Array
+    hard: Array
+    distance: Array
+
+    @classmethod
+    def of(cls, static: _Static, cotangents: LawPairTerms) -> _Weights:
+        scale = jnp.float32(1.0 / static.temperature)
+        distance = scale * (cotangents.l1 - 0.5 * cotangents.overlap)
+        return cls(scale * cotangents.soft_cross_entropy, scale * cotangents.hard_cross_entropy, distance)
+
+
+def _chunk_gradients(
+    static: _Static, kernel: Array, chunk: _Chunk, fixed: _Fixed, found: _Found, weights: _Weights, d_kernel: Array
+) -> tuple[Array, Array]:
+    """Gradient of the features of one chunk, and `d_kernel` with what this chunk adds."""
+    dtype, trained = chunk.features.dtype, chunk.features[:, static.frozen_rows :]
+    soft, hard, distance = (w[:, None] for w in weights)
+
+    def step(carry: tuple[Array, Array], start: Array | int, fresh: Array) -> tuple[Array, Array]:
+        d_features, d_kernel = carry
+        size = fresh.shape[0]
+        z, log_p, restricted = _pair_tile(static, kernel, chunk, fixed, start, fresh)
+        q = jnp.exp(z - found.log_sum[:, None])
+        is_label = (tile_ids(fixed.kept, start, size)[None, :] == chunk.labels[:, None]) & fresh[None, :]
+        # No term where the draft lacks the label.
+        dz = hard * (found.label_kept[:, None] * q - is_label.astype(jnp.float32))
+        if chunk.law is not None:
+            dz += soft * (q - restricted) + distance * q * (jnp.sign(q - jnp.exp(log_p)) - found.sign_mean[:, None])
+        dz = dz.astype(dtype)
+        part = columns(kernel, start, size).astype(dtype)
+        d_features += jnp.matmul(dz, part.T, preferred_element_type=jnp.float32)
+        new = jnp.matmul(trained.T, dz, preferred_element_type=jnp.float32).astype(d_kernel.dtype)
         # Columns that the tile before had are 0 in dz, so adding keeps what it wrote.
-        new += _columns(d_kernel, start, fresh.shape[0])
+        new += columns(d_kernel, start, size)
         return d_features, lax.dynamic_update_slice_in_dim(d_kernel, new, start, axis=1)
 
-    width = draft.kernel.shape[1]
-    init = (jnp.zeros(draft.features.shape, jnp.float32), jnp.zeros_like(draft.kernel))
-    d_features, d_kernel = _over_tiles(static.tile, width, init, step, (draft, fixed, cotangents))
-    return _Draft(d_features.astype(draft.features.dtype), d_kernel), None
+    init = jnp.zeros(chunk.features.shape, jnp.float32), d_kernel
+    d_features, d_kernel = fold_parts(
+        kernel.shape[1], static.tile, init, step, read=(kernel, chunk, fixed, found, weights)
+    )
+    return d_features.astype(dtype), d_kernel
 
 
 _tempered_terms.defvjp(_forward, _backward)
 
 
-def _walk(
-    static: _Static, hidden: Array, kernel: Array, ids: Array | None, labels: Array, *, columns: Array | None
-) -> _Head:
-    """Normaliser, mode and label of a head whose column c stands for target id ids[c] (None: c itself).
-
-    `columns` names the columns of `kernel` to walk through; None walks through all.
-    """
-    count = labels.shape[0]
-    width = kernel.shape[1] if columns is None else columns.shape[0]
-
-    def step(carry: tuple[Array, ...], start: Array | int, fresh: Array) -> tuple[Array, ...]:
-        largest, total, mode, label_logit, found = carry
-        size = fresh.shape[0]
-        part = _columns(kernel, start, size) if columns is None else kernel[:, _entries(columns, start, size)]
-        z = jnp.where(fresh[None, :], _logits(static, hidden, part), -jnp.inf)
-        tile_ids = _entries(ids, start, size)
-        top = jnp.max(z, axis=-1)
-        bigger = jnp.maximum(largest, top)
-        total = total * jnp.exp(largest - bigger) + jnp.sum(jnp.exp(z - bigger[:, None]), axis=-1)
-        mode = jnp.where(top > largest, tile_ids[jnp.argmax(z, axis=-1)], mode)
-        is_label = (tile_ids[None, :] == labels[:, None]) & fresh[None, :]
-        label_logit += jnp.sum(jnp.where(is_label, z, 0.0), axis=-1)
-        return bigger, total, mode, label_logit, found | jnp.any(is_label, axis=-1)
-
-    zero = jnp.zeros(count, jnp.float32)
-    init = (jnp.full(count, -jnp.inf, jnp.float32), zero, jnp.zeros(count, jnp.int32), zero, jnp.zeros(count, bool))
-    largest, total, mode, label_logit, found = _over_tiles(
-        static.tile, width, init, step, (hidden, kernel, ids, labels, columns)
-    )
-    return _Head(largest + jnp.log(total), mode, label_logit, found)
-
-
 def _pair_tile(
-    static: _Static, draft: _Draft, fixed: _Fixed, logs: _Normalisers, start: Array | int, fresh: Array
+    static: _Static, kernel: Array, chunk: _Chunk, fixed: _Fixed, start: Array | int, fresh: Array
 ) -> tuple[Array, Array, Array]:
-    """Draft logits z f32[N, tile], log p on the same ids (-inf where not fresh) and the ids i32[tile]."""
+    """Draft logits z f32[c, tile], and log p (both -inf where not fresh) and p~ on the same ids."""
     size = fresh.shape[0]
-    z = jnp.where(fresh[None, :], _logits(static, draft.features, _columns(draft.kernel, start, size)), -jnp.inf)
-    ids = _entries(fixed.kept, start, size)
-    if fixed.hidden is None or fixed.head is None:
-        return z, jnp.full_like(z, -jnp.inf), ids
-    head = _columns(fixed.head, start, size) if fixed.kept is None else fixed.head[:, ids]
-    log_p = _logits(static, fixed.hidden, head) - logs.policy[:, None]
-    return z, jnp.where(fresh[None, :], log_p, -jnp.inf), ids
+    part = columns(kernel, start, size)
+    z = jnp.where(fresh[None, :], tile_logits(chunk.features, part, static.temperature), -jnp.inf)
+    if fixed.teacher is None or chunk.hidden is None or chunk.law is None:
+        return z, jnp.full_like(z, -jnp.inf), jnp.zeros_like(z)
+    head = fixed.teacher.head
+    head = columns(head, start, size) if fixed.kept is None else head[:, part_of(fixed.kept, start, size)]
+    log_p = tile_logits(chunk.hidden, head, static.temperature) - chunk.law.log_sum[:, None]
+    log_p = jnp.where(fresh[None, :], log_p, -jnp.inf)
+    return z, log_p, jnp.exp(log_p + (chunk.law.log_sum - chunk.law.log_restricted)[:, None])
 
 
-def _over_tiles(
-    tile: int, width: int, init: Carry, step: Callable[[Carry, Array | int, Bool[Array, " t"]], Carry], read: Any
-) -> Carry:
-    """Fold step(carry, start, fresh) over tiles of equal size that cover 0..width - 1.
+def _filtered_overlap(static: _Static, draft: _Draft, fixed: _Fixed, sampling: SamplingConfig) -> Float32[Array, " N"]:
+    """sum_v min(p(v), q(v)) of the laws that top-k and top-p leave; dense over the vocabulary."""
+    assert fixed.teacher is not None
+    head = fixed.teacher.head
 
-    The last tile begins earlier if it would run over the end, so that no head is padded; `fresh` is False on columns
-    that the tile before already had. A single tile is no loop: the compiler then makes its logits once for all passes.
-    `read`: all that the steps read; inside shard_map the carry differs over devices where any of it does.
-    """
-    if width <= tile:
-        return step(init, 0, jnp.ones(width, bool))
+    def step(overlap: Array, start: Array | int, fresh: Array) -> Array:
+        chunk = _chunk_of(draft, fixed, start, fresh.shape[0])
+        assert chunk.hidden is not None
+        # `law` divides by the temperature.
+        p = law(tile_logits(chunk.hidden, head, 1.0), sampling)
+        q = law(tile_logits(chunk.features, draft.kernel, 1.0), sampling)
+        both = jnp.minimum(p if fixed.kept is None else p[:, fixed.kept], q)
+        return with_part(overlap, jnp.sum(both, axis=-1), start)
 
-    def body(state: tuple[Array, Carry]) -> tuple[Array, Carry]:
-        i, carry = state
-        start = jnp.minimum(i * tile, width - tile)
-        return i + 1, step(carry, start, start + jnp.arange(tile, dtype=jnp.int32) >= i * tile)
-
-    # A while loop and not a scan: inside the scan over chunks, partial evaluation would pull what depends on the tile
-    # alone out of both, the slices of the head and masks of [tokens, vocabulary], and keep them all.
-    tiles = jnp.int32(-(-width // tile))
-    axes = varying_axes(*jax.tree.leaves(read))
-    init = jax.tree.map(lambda x: as_varying(x, axes), init)
-    return lax.while_loop(lambda state: state[0] < tiles, body, (jnp.int32(0), init))[1]
-
-
-def _columns(kernel: Array, start: Array | int, size: int) -> Array:
-    return lax.dynamic_slice_in_dim(kernel, start, size, axis=1)
-
-
-def _entries(ids: Array | None, start: Array | int, size: int) -> Array:
-    """Entries start..start + size - 1 of ids; None is the identity."""
-    if ids is None:
-        return start + jnp.arange(size, dtype=jnp.int32)
-    return lax.dynamic_slice_in_dim(ids, start, size)
-
-
-def _logits(static: _Static, hidden: Array, kernel: Array) -> Float32[Array, "N t"]:
-    """hidden @ kernel over the temperature, float32."""
-    logits = jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return logits if static.temperature == 1.0 else logits / static.temperature
-
-
-def _filtered_overlap(draft: _Draft, fixed: _Fixed, sampling: SamplingConfig) -> Float32[Array, " N"]:
-    """sum_v min(p(v), q(v)) of the laws that top-k and top-p leave; dense."""
-    assert fixed.hidden is not None and fixed.head is not None
-    plain = _Static(tile=1, temperature=1.0)  # `law` divides by the temperature
-    p = law(_logits(plain, fixed.hidden, fixed.head), sampling)
-    q = law(_logits(plain, draft.features, draft.kernel), sampling)
-    return jnp.sum(jnp.minimum(p if fixed.kept is None else p[:, fixed.kept], q), axis=-1)
+    count = fixed.labels.shape[0]
+    return fold_parts(count, static.chunk, jnp.zeros(count, jnp.float32), step, read=(draft, fixed))

@@ -5,7 +5,7 @@ weight, each only where it is wanted. Attention of one head of width H is 4 H a 
 and twice that backward. Two ways to count:
 
     needed     every product of the forward once, and its gradients; statistics that only metrics need left out
-    executed   as the program does it: the layers of a pipeline stage are made again for their backward, heads go
+    executed   as the program does it: the layers of a pipeline stage are made again for their backward, draft heads go
                through the vocabulary several times so that no logits are kept, and what is logged is computed too
 
 Neither has what an attention kernel makes again for itself, norms, rotations and sums. A micro-batch is one document.
@@ -15,6 +15,7 @@ Letters: N tokens, D width, V vocabulary, W draft vocabulary, C anchors, n rows 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,9 +115,8 @@ def _eagle3(cfg: Eagle3Config, tokens: int, executed: bool) -> Flops:
     total = product(tokens, len(cfg.tap_layers) * width, width, gradients=1)
     for k in range(passes):
         total += _dense_layer(cfg, tokens, 2 * width, causal_pairs(tokens) + k * tokens)
-    full, kept = cfg.vocab_size, cfg.draft_vocab_size
-    teacher = _teacher_columns(full, kept, executed)
-    return total + _laws(passes * tokens, width, kept, gradients=2, teacher=teacher, executed=executed)
+    head = _Heads(labels=passes * tokens, states=tokens, width=width, columns=cfg.draft_vocab_size)
+    return total + _laws(head, gradients=2, teacher=cfg.vocab_size, executed=executed)
 
 
 def _mtp(cfg: MtpConfig, tokens: int, executed: bool) -> Flops:
@@ -130,10 +130,9 @@ def _mtp(cfg: MtpConfig, tokens: int, executed: bool) -> Flops:
         total += _dense_layer(cfg, tokens, width, causal_pairs(tokens) + own * tokens)
         if cfg.attention_output_gate:
             total += product(tokens, width, queries)
-    wanted = executed or cfg.loss.needs_teacher
-    teacher = _teacher_columns(cfg.vocab_size, cfg.vocab_size, executed) if wanted else 0
-    labels = cfg.steps * tokens
-    return total + _laws(labels, width, cfg.vocab_size, gradients=1, teacher=teacher, executed=executed)
+    teacher = cfg.vocab_size if executed or cfg.loss.needs_teacher else 0
+    head = _Heads(labels=cfg.steps * tokens, states=tokens, width=width, columns=cfg.vocab_size)
+    return total + _laws(head, gradients=1, teacher=teacher, executed=executed)
 
 
 def _blocks(cfg: BlockDraftConfig, tokens: int, executed: bool) -> Flops:
@@ -146,47 +145,43 @@ def _blocks(cfg: BlockDraftConfig, tokens: int, executed: bool) -> Flops:
         window = cfg.window_of(kind)
         context = tokens / 2 if window is None else min(tokens / 2, window)
         total += product(tokens, width, keys) + _dense_layer(cfg, rows, width, rows * (context + cfg.rows))
+    head = _Heads(labels=labels, states=min(labels, tokens), width=width, columns=cfg.vocab_size)
+    teacher = cfg.vocab_size if cfg.loss.needs_teacher else 0
     if isinstance(cfg, DSparkConfig):
-        teacher = _teacher_columns(cfg.vocab_size, cfg.vocab_size, executed)
-        inner, gradients = width + cfg.markov_rank, 1
-        # W2 is trained and the policy's head is not; the program makes the gradient of both at once.
-        second = inner if executed else cfg.markov_rank
-        total += Flops(backward=2.0 * labels * second * cfg.vocab_size)
-    else:
-        teacher, inner, gradients = 0, width, 1
-        if cfg.loss.needs_teacher:
-            teacher = _teacher_columns(cfg.vocab_size, cfg.vocab_size, executed)
-    laws = _laws(
-        labels, inner, cfg.vocab_size, gradients=gradients, teacher=teacher, executed=executed, teacher_inner=width
-    )
+        teacher, head = cfg.vocab_size, dataclasses.replace(head, more=cfg.markov_rank)
+        total += Flops(backward=2.0 * labels * cfg.markov_rank * cfg.vocab_size)  # W2 is trained, the policy's head not
+    laws = _laws(head, gradients=1, teacher=teacher, executed=executed)
     if executed and isinstance(cfg, DFlashConfig) and cfg.proposals == "argmax":
         # What is logged: the likeliest token of each row, and the policy's probability of it.
         laws += product(2 * labels, width, cfg.vocab_size, gradients=0)
     return total + laws
 
 
-def _laws(
-    labels: float, inner: int, columns: int, *, gradients: int, teacher: float, executed: bool, teacher_inner: int = 0
-) -> Flops:
-    """A draft's head on its labels, and the policy's of the same tokens.
+@dataclass(frozen=True, kw_only=True)
+class _Heads:
+    """Where a draft's law and the policy's meet."""
 
-    Executed: the normalisers and the sums of a tile are two walks through a head (one where there is no teacher); both
-    are made again in the backward, which walks once more.
+    labels: float
+    states: float  # of the policy, that labels learn from
+    width: int  # of those
+    columns: int  # W
+    more: int = 0  # what a label's features have beyond the width
+
+
+def _laws(heads: _Heads, *, gradients: int, teacher: int, executed: bool) -> Flops:
+    """A draft's head on its labels, and `teacher` columns of the policy's on the states that they learn from.
+
+    Executed: the draft's head is walked for the normalisers and again for the sums (once where there is no teacher) and
+    once more in the backward; with the sums and in the backward go the draft's columns of the policy's head.
     """
-    walks = 2 if teacher else 1
-    student = product(labels, inner, columns, gradients)
-    if executed:
-        student = Flops(forward=walks * student.forward, backward=student.backward + (walks + 1) * student.forward)
-    return student + Flops(forward=2.0 * labels * (teacher_inner or inner) * teacher)
-
-
-def _teacher_columns(full: int, kept: int, executed: bool) -> float:
-    """Columns of the policy's head that a label takes in all; with a smaller draft vocabulary also those kept."""
+    student = product(heads.labels, heads.width + heads.more, heads.columns, gradients)
+    policy = product(heads.states, heads.width, teacher, gradients=0)
     if not executed:
-        return full
-    restricted = kept if kept < full else 0
-    one = full + restricted + kept  # normaliser, that of the kept ids, sums
-    return 2 * one + kept
+        return student + policy
+    again = product(heads.labels, heads.width, heads.columns, gradients=0) if teacher else Flops()
+    walks = 2 if teacher else 1
+    student = Flops(forward=walks * student.forward, backward=student.backward + student.forward)
+    return student + policy + again + Flops(backward=again.forward)
 
 
 def _dense_layer(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draftco_jax.losses.draft import DraftLossConfig, per_label_loss, weighted_loss
-from draftco_jax.losses.law_pair import law_pair_terms
+from draftco_jax.losses.law_pair import Teacher, law_pair_terms
 from draftco_jax.numerics.sampling import SamplingConfig
 
 HEADS, KV_HEADS, HEAD_DIM, EPS, THETA = 4, 2, 16, 1e-6, 1e4
@@ -67,12 +67,12 @@ def labels(values):
     terms = law_pair_terms(
         f32(first_pass(values).reshape(rows * tokens, -1)),
         f32(values["w.lm_head.weight"].T),
-        f32(teacher),
-        jnp.eye(teacher.shape[1], dtype=jnp.float32),
+        Teacher(f32(teacher), jnp.eye(teacher.shape[1], dtype=jnp.float32), jnp.arange(rows * tokens, dtype=jnp.int32)),
         jnp.zeros(rows * tokens, jnp.int32),
         kept=jnp.asarray(np.flatnonzero(values["t2d"]), jnp.int32),
         sampling=SamplingConfig(),
         tile=40,
+        chunk_tokens=rows * tokens,
     )
     laid_out = [x.reshape(1, rows, tokens) for x in terms[:-1]]
     terms = type(terms)(*laid_out)

@@ -12,8 +12,7 @@ block, D width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +27,13 @@ from draftco_jax.drafts.blocks.config import BlockDraftConfig, LayerType
 from draftco_jax.drafts.labels import Ahead, Labels, weigh_labels
 from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.draft import label_probability
-from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
+from draftco_jax.losses.head_walk import rows, walk_head
+from draftco_jax.losses.law_pair import LawPairTerms, Teacher, law_pair_terms
 from draftco_jax.models.layers import rotary_angles
 from draftco_jax.numerics.rows import pick
-from draftco_jax.numerics.sampling import SamplingConfig, law
+from draftco_jax.numerics.sampling import law
 from draftco_jax.types import PackedBatch
 from pallas_kernels.manual_axes import fresh, varying_axes
-
-Out = TypeVar("Out")
 
 
 class BlockLabels(NamedTuple):
@@ -157,8 +155,9 @@ def forward(
     blocks = block_labels(ahead, anchors, keep, draft.cfg)
     previous = previous_tokens(ahead, blocks)
     features, kernel = draft.label_features(states, previous, target.head)
-    teacher = Teacher.of(target, ahead) if with_teacher else None
-    terms = label_terms(features, kernel, teacher, ahead, blocks, context)
+    teacher = teacher_of(target, ahead, blocks) if with_teacher else None
+    # The policy's head comes first in every kernel, and what is trained after it.
+    terms = label_terms(features, kernel, teacher, ahead, blocks, context, frozen_rows=target.head.shape[0])
     return Forward(states, previous, features, kernel, ahead, blocks, weighed(ahead, blocks, draft.cfg), terms)
 
 
@@ -217,28 +216,14 @@ def draft_first(values: Shaped[Array, "R C d"]) -> Shaped[Array, "d R C"]:
     return jnp.moveaxis(values, -1, 0)
 
 
-class Teacher(NamedTuple):
-    """The policy's laws, at places of extended rows."""
-
-    states: jax.Array  # [R * E, D]
-    head: jax.Array  # [D, V]
-    row_size: int  # E
-
-    @classmethod
-    def of(cls, target: Target, ahead: Ahead) -> Teacher:
-        """States of this device's tokens and of those that its blocks reach."""
-        assert target.hidden is not None
-        states = ahead.flatten(ahead.packed.extend(target.hidden, ahead.reach))
-        return cls(states.reshape(-1, states.shape[-1]), target.head, states.shape[1])
-
-    def before(self, blocks: BlockLabels) -> Int[Array, "R C d"]:
-        """Rows of `states` whose law is that of each label: the index before it."""
-        row = jnp.arange(blocks.place.shape[0], dtype=blocks.place.dtype)
-        return row[:, None, None] * self.row_size + blocks.place - 1
-
-    def at(self, index: Int[Array, " N"]) -> Float[Array, "N D"]:
-        """States of these rows."""
-        return self.states.at[index].get(mode="promise_in_bounds")
+def teacher_of(target: Target, ahead: Ahead, blocks: BlockLabels) -> Teacher:
+    """States of this device's tokens and of those that its blocks reach; a label's law is that of the index before it,
+    labels in the order [R, C, d]."""
+    assert target.hidden is not None
+    states = ahead.flatten(ahead.packed.extend(target.hidden, ahead.reach))
+    row = states.shape[1] * jnp.arange(states.shape[0], dtype=blocks.place.dtype)
+    at = row[:, None, None] + blocks.place - 1
+    return Teacher(states.reshape(-1, states.shape[-1]), target.head, at.reshape(-1))
 
 
 def label_terms(
@@ -248,23 +233,22 @@ def label_terms(
     ahead: Ahead,
     blocks: BlockLabels,
     context: TrainingContext,
+    *,
+    frozen_rows: int,
 ) -> LawPairTerms:
-    """Both laws of every label, arrays [d, R, C]; the policy's law of a label is that of the index before it."""
-
-    def terms(features: Array, labels: Array, at: Array) -> LawPairTerms:
-        return law_pair_terms(
-            features,
-            kernel,
-            None if teacher is None else teacher.at(at),
-            None if teacher is None else teacher.head,
-            labels,
-            kept=None,
-            sampling=context.sampling,
-            tile=context.tile,
-        )
-
-    at = jnp.zeros_like(blocks.place) if teacher is None else teacher.before(blocks)
-    return _map_labels(terms, (features, at_index(ahead.flat("tokens"), blocks.place), at), context)
+    """Both laws of every label, arrays [d, R, C]; `frozen_rows` of the kernel get no gradient."""
+    terms = law_pair_terms(
+        features.reshape(-1, features.shape[-1]),
+        kernel,
+        teacher,
+        at_index(ahead.flat("tokens"), blocks.place).reshape(-1),
+        kept=None,
+        sampling=context.sampling,
+        tile=context.tile,
+        chunk_tokens=context.chunk_tokens,
+        frozen_rows=frozen_rows,
+    )
+    return jax.tree.map(lambda a: draft_first(a.reshape(blocks.place.shape)), terms)
 
 
 def draft_acceptance(
@@ -284,26 +268,25 @@ def draft_acceptance(
         return jnp.minimum(label_probability(terms) / drawn_with, 1.0)
     if not proposes_mode:
         return terms.overlap
-    teacher = Teacher.of(target, run.ahead)
+    teacher = teacher_of(target, run.ahead, run.blocks)
 
     def probability(features: Array, at: Array) -> Float32[Array, " N"]:
         mode = likeliest(features, kernel, context.tile)
-        return policy_probability(teacher, at, mode, context)
+        return policy_probability(rows(teacher.states, at), teacher.head, mode, context)
 
-    return _map_labels(probability, (features, teacher.before(run.blocks)), context)
+    flat = features.reshape(1, -1, features.shape[-1]), teacher.at[None]
+    accepted = map_tokens(probability, flat, chunk_tokens=context.chunk_tokens)
+    return draft_first(accepted.reshape(run.blocks.place.shape))
 
 
 def policy_probability(
-    teacher: Teacher, at: Int[Array, " N"], tokens: Int32[Array, " N"], context: TrainingContext
+    states: Float[Array, "N D"], head: Float[Array, "D V"], tokens: Int32[Array, " N"], context: TrainingContext
 ) -> Float32[Array, " N"]:
-    """p(token) at these indices, under the filters of the rollouts too (which takes dense logits)."""
-    states = teacher.at(at)
+    """p(token) at these states, under the filters of the rollouts too (which takes dense logits)."""
     if context.sampling.filtered:
-        return pick(law(head_logits(states, teacher.head), context.sampling), tokens)
-    # The policy's own head in the place of a draft's: its cross-entropy at the token, a tile at a time.
-    tempered = SamplingConfig(temperature=context.sampling.temperature)
-    terms = law_pair_terms(states, teacher.head, None, None, tokens, kept=None, sampling=tempered, tile=context.tile)
-    return jnp.exp(-terms.hard_cross_entropy)
+        return pick(law(head_logits(states, head), context.sampling), tokens)
+    found = walk_head(states, head, None, tokens, temperature=context.sampling.temperature, tile=context.tile)
+    return jnp.exp(found.label_logit - found.log_sum)
 
 
 def likeliest(features: Float[Array, "N F"], kernel: Float[Array, "F V"], tile: int) -> Int32[Array, " N"]:
@@ -323,11 +306,3 @@ def likeliest(features: Float[Array, "N F"], kernel: Float[Array, "F V"], tile: 
     axes = varying_axes(features, kernel)
     init = fresh((count,), -jnp.inf, jnp.float32, axes), fresh((count,), 0, jnp.int32, axes)
     return lax.fori_loop(0, -(-width // tile), body, init)[1]
-
-
-def _map_labels(fn: Callable[..., Out], arrays: tuple[Array, ...], context: TrainingContext) -> Out:
-    """fn over the leading [R, C, d] of every array, a chunk of labels at a time; results draft first, [d, R, C]."""
-    rows, blocks, drafts = arrays[0].shape[:3]
-    flat = tuple(a.reshape(rows, blocks * drafts, *a.shape[3:]) for a in arrays)
-    out = map_tokens(fn, flat, chunk_tokens=context.chunk_tokens)
-    return jax.tree.map(lambda a: draft_first(a.reshape(rows, blocks, drafts)), out)

@@ -9,11 +9,11 @@ from jaxtyping import Array, Bool, Float32, Int
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
 from draftco_jax.drafts.blocks.training import (
     Forward,
-    Teacher,
     draft_acceptance,
     forward,
     label_terms,
     on_chosen_anchors,
+    teacher_of,
 )
 from draftco_jax.drafts.dspark.module import DSpark
 from draftco_jax.drafts.labels import draft_loss, report
@@ -69,7 +69,8 @@ def confidence_target(run: Forward, target: Target, context: TrainingContext) ->
     if context.sampling.temperature != 1.0:
         plain = context._replace(sampling=SamplingConfig())
         features, kernel = jax.lax.stop_gradient((run.features, run.kernel))
-        terms = label_terms(features, kernel, Teacher.of(target, run.ahead), run.ahead, run.blocks, plain)
+        teacher = teacher_of(target, run.ahead, run.blocks)
+        terms = label_terms(features, kernel, teacher, run.ahead, run.blocks, plain, frozen_rows=kernel.shape[0])
     return jax.lax.stop_gradient(jnp.clip(1.0 - 0.5 * terms.l1, 0.0, 1.0))
 
 

@@ -16,8 +16,7 @@ from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.eagle3.module import Eagle3
-from draftco_jax.drafts.labels import Ahead, Labels, draft_loss, map_steps, report, weigh_labels
-from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
+from draftco_jax.drafts.labels import Ahead, Labels, draft_loss, report, step_terms, weigh_labels
 from draftco_jax.models.functional import Params
 from draftco_jax.types import PackedBatch
 
@@ -107,20 +106,9 @@ def passes_loss(
     embeds = [target.embedding[ahead.tokens(k + 1)] for k in range(cfg.passes)]
     states = draft.passes(embeds, target.taps, batch.positions, batch.segment_ids, packed)
 
-    def laws(features: Array, labels: Array, teacher: Array | None) -> LawPairTerms:
-        return law_pair_terms(
-            features,
-            draft.lm_head.kernel[...],
-            teacher,
-            None if teacher is None else target.head,
-            labels,
-            kept=draft.kept,
-            sampling=context.sampling,
-            tile=context.tile,
-        )
-
     features = draft.features(jnp.stack(states))
-    terms = map_steps(laws, features, ahead, target.hidden, context.chunk_tokens)
+    kernel = draft.lm_head.kernel[...]
+    terms = step_terms(features, kernel, target.hidden, target.head, ahead, context, kept=draft.kept)
     of_batch = labels(ahead, cfg)
     loss, per_label = draft_loss(terms, of_batch, cfg.loss, denominator)
     return loss, report(per_label, terms.overlap, of_batch.masks, context)

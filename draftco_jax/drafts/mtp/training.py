@@ -13,10 +13,9 @@ from jaxtyping import Array, Float32, Key
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.drafts.base import DraftReport, Target, TrainingContext
-from draftco_jax.drafts.labels import Ahead, Labels, draft_loss, map_steps, report, weigh_labels
+from draftco_jax.drafts.labels import Ahead, Labels, draft_loss, report, step_terms, weigh_labels
 from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.drafts.mtp.module import Mtp
-from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
 from draftco_jax.types import PackedBatch
 
 
@@ -83,19 +82,9 @@ def steps_loss(
     embeds = [target.embedding[ahead.tokens(k + 1)] for k in range(cfg.steps)]
     outputs = draft.unroll(embeds, hidden, batch.positions, batch.segment_ids, context.packed)
 
-    def laws(features: Array, labels: Array, teacher: Array | None) -> LawPairTerms:
-        return law_pair_terms(
-            features,
-            target.head,
-            teacher,
-            target.head,
-            labels,
-            kept=None,
-            sampling=context.sampling,
-            tile=context.tile,
-        )
-
-    terms = map_steps(laws, draft.norm(jnp.stack(outputs)), ahead, hidden, context.chunk_tokens)
+    features = draft.norm(jnp.stack(outputs))
+    head = target.head
+    terms = step_terms(features, head, hidden, head, ahead, context, frozen_rows=head.shape[0])
     of_batch = labels(ahead, cfg)
     loss, per_label = draft_loss(terms, of_batch, cfg.loss, denominator)
     return loss, report(per_label, terms.overlap, of_batch.masks, context)

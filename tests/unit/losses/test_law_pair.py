@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, softmax
 
-from draftco_jax.losses.chunked import map_tokens
-from draftco_jax.losses.law_pair import LawPairTerms, law_pair_terms
+from draftco_jax.losses.law_pair import LawPairTerms, Teacher, law_pair_terms
 from draftco_jax.numerics.sampling import SamplingConfig, law
 
 N, F, D, V, W = 12, 5, 6, 37, 23
@@ -76,17 +75,22 @@ def dense_jax(features, kernel, hidden, head, kept):
     return soft, -label_log_q, jnp.sum(jnp.abs(p - q), axis=-1), jnp.sum(jnp.minimum(p, q), axis=-1)
 
 
-def call(args, kept, *, tile, sampling=None):
-    return law_pair_terms(*args, jnp.asarray(LABELS), kept=kept, sampling=sampling or SamplingConfig(), tile=tile)
+def call(args, kept, *, tile, sampling=None, chunk=N, labels=LABELS, **more):
+    """Terms where each label has a state of its own, the one at its place."""
+    features, kernel, hidden, head = args
+    teacher = None if hidden is None else Teacher(hidden, head, jnp.arange(len(labels), dtype=jnp.int32))
+    rule = {"kept": kept, "sampling": sampling or SamplingConfig(), "tile": tile, "chunk_tokens": chunk}
+    return law_pair_terms(features, kernel, teacher, jnp.asarray(labels), **rule, **more)
 
 
-# One tile with and without room, tiles that leave a last one of 2 or 7 fresh columns.
+# One tile with and without room, tiles that leave a last one of 2 or 7 fresh columns; chunks that leave 2 of 12 labels.
 @pytest.mark.parametrize(
-    ("cut", "tile", "temperature"), [(False, 64, 1.0), (False, 5, 0.7), (True, 37, 1.6), (True, 8, 1.0)]
+    ("cut", "tile", "temperature", "chunk"),
+    [(False, 64, 1.0, 64), (False, 5, 0.7, 5), (True, 37, 1.6, 12), (True, 8, 1.0, 5)],
 )
-def test_every_term_is_its_definition(arrays, cut, tile, temperature):
+def test_every_term_is_its_definition(arrays, cut, tile, temperature, chunk):
     args, kept = case(arrays, cut)
-    found = call(args, kept, tile=tile, sampling=SamplingConfig(temperature=temperature))
+    found = call(args, kept, tile=tile, sampling=SamplingConfig(temperature=temperature), chunk=chunk)
     expected = dense_f64(args, kept, temperature)
     assert found.unfiltered_overlap is None
     for name in LawPairTerms._fields[:-1]:
@@ -103,7 +107,7 @@ def jacobians(request, arrays):
     weights = jnp.asarray(np.random.default_rng(1).normal(size=N), jnp.float32)
 
     def tiled(*args):
-        terms = call(args, kept, tile=8)
+        terms = call(args, kept, tile=8, chunk=5)
         return jnp.stack([jnp.sum(weights * getattr(terms, name)) for name in DIFFERENTIABLE])
 
     def dense(*args):
@@ -204,8 +208,7 @@ def test_bug_case_b10_draft_hidden_states_times_100_in_bfloat16_stay_finite(arra
 
 def test_unlearnable_labels_have_no_value_and_no_gradient(arrays):
     args, kept = case(arrays, True)
-    labels = jnp.full(N, -1, jnp.int32)
-    fn = lambda x: law_pair_terms(x, *args[1:], labels, kept=kept, sampling=SamplingConfig(), tile=8)  # noqa: E731
+    fn = lambda x: call((x, *args[1:]), kept, tile=8, labels=np.full(N, -1, np.int32))  # noqa: E731
     terms = fn(args[0])
     for value in (terms.hard_cross_entropy, terms.label_kept, terms.label_is_mode):
         assert (np.asarray(value) == 0).all()
@@ -215,9 +218,9 @@ def test_unlearnable_labels_have_no_value_and_no_gradient(arrays):
 def test_bug_case_b20_draft_a_label_outside_the_draft_vocabulary_counts_as_a_miss():
     # Identity heads: the state is the logits. Draft ids 0, 1, 2 of 4; the last token's mode and label is id 3.
     hidden = 30.0 * jnp.eye(4, dtype=jnp.float32)
-    labels = jnp.arange(4, dtype=jnp.int32)
+    labels = np.arange(4, dtype=np.int32)
     head, kept = jnp.eye(4, dtype=jnp.float32), jnp.arange(3, dtype=jnp.int32)
-    terms = law_pair_terms(hidden, head[:, :3], hidden, head, labels, kept=kept, sampling=SamplingConfig(), tile=2)
+    terms = call((hidden, head[:, :3], hidden, head), kept, tile=2, labels=labels)
     np.testing.assert_array_equal(terms.mode_kept, [1, 1, 1, 0])
     np.testing.assert_array_equal(terms.label_kept, [1, 1, 1, 0])
     assert jnp.mean(terms.label_is_mode) == 0.75
@@ -230,17 +233,16 @@ BIG_N, BIG_V, BIG_TILE = 64, 4096, 256
 
 
 def big_loss(features, kernel, hidden, head, labels, *, tile, chunk):
-    fn = lambda x, h, y: law_pair_terms(x, kernel, h, head, y, kept=None, sampling=SamplingConfig(), tile=tile)  # noqa: E731
-    terms = map_tokens(fn, (features, hidden, labels), chunk_tokens=chunk)
+    terms = call((features, kernel, hidden, head), None, tile=tile, chunk=chunk, labels=labels)
     return jnp.sum(sum(terms[:4])), terms
 
 
 @pytest.fixture(scope="module")
 def big():
     rng = np.random.default_rng(2)
-    shapes = ((1, BIG_N, 8), (8, BIG_V), (1, BIG_N, 8), (8, BIG_V))
+    shapes = ((BIG_N, 8), (8, BIG_V), (BIG_N, 8), (8, BIG_V))
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    return *arrays, jnp.asarray(rng.integers(0, BIG_V, (1, BIG_N)), jnp.int32)
+    return *arrays, jnp.asarray(rng.integers(0, BIG_V, BIG_N), jnp.int32)
 
 
 def test_bug_case_b17_draft_tiles_equal_dense_and_hold_less(big):
@@ -257,20 +259,51 @@ def test_bug_case_b17_draft_tiles_equal_dense_and_hold_less(big):
     assert temporary[1] < logits / 2
 
 
-@pytest.mark.parametrize("chunk", [None, BIG_N, 16])
-def test_bug_case_b18_draft_no_residual_holds_the_vocabulary_of_every_token(big, chunk):
-    """Without chunks (None) it is the written-out rule alone that keeps logits out."""
+@pytest.mark.parametrize("chunk", [BIG_N, 16])
+def test_bug_case_b18_draft_residuals_are_the_arguments_and_numbers(big, chunk):
+    """No logits, no copy of a head for each chunk, no state of the policy for each label."""
+    loss = lambda x, k: big_loss(x, k, *big[2:], tile=BIG_TILE, chunk=chunk)[0]  # noqa: E731
+    _, vjp = jax.vjp(loss, *big[:2])
+    sizes = sorted(leaf.size for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "size"))
+    assert sizes[-4:] == [8 * BIG_N, 8 * BIG_N, 8 * BIG_V, 8 * BIG_V]  # features, the policy's states, both heads
+    assert all(size <= BIG_N for size in sizes[:-4])
 
-    def alone(features, kernel):
-        features, hidden, labels = features[0], big[2][0], big[4][0]
-        sampling = SamplingConfig()
-        terms = law_pair_terms(features, kernel, hidden, big[3], labels, kept=None, sampling=sampling, tile=BIG_TILE)
-        return jnp.sum(sum(terms[:4]))
 
-    chunked = lambda x, k: big_loss(x, k, *big[2:], tile=BIG_TILE, chunk=chunk)[0]  # noqa: E731
-    _, vjp = jax.vjp(alone if chunk is None else chunked, *big[:2])
-    sizes = [leaf.size for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "size")]
-    assert sizes and max(sizes) == 8 * BIG_V  # the heads themselves; a chunk's logits are 16 * 4096
+@pytest.fixture(scope="module")
+def shared():
+    """Three labels for each of 12 states, in any order, so that the law is found once a state; and the same by hand."""
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    at = rng.permutation(np.repeat(np.arange(N, dtype=np.int32), 3))
+    return {
+        "features": normal(3 * N, F),
+        "kernel": normal(F, W),
+        "teacher": Teacher(normal(N, D), normal(D, V), jnp.asarray(at)),
+        "labels": jnp.asarray(rng.integers(0, V, 3 * N), jnp.int32),
+        "kept": jnp.asarray(rng.permutation(V)[:W], jnp.int32),
+    }
+
+
+def spread(shared, *, each, **changes):
+    """Terms and gradients; each: with a state for each label, whose law is then found for each."""
+    given = shared | changes
+    teacher = given["teacher"]
+    if each:
+        teacher = Teacher(teacher.states[teacher.at], teacher.head, jnp.arange(3 * N, dtype=jnp.int32))
+    weights = jnp.asarray(np.random.default_rng(4).normal(size=(4, 3 * N)), jnp.float32)
+
+    def loss(features, kernel):
+        rule = {"kept": given["kept"], "sampling": SamplingConfig(temperature=0.7), "tile": 8, "chunk_tokens": 7}
+        terms = law_pair_terms(features, kernel, teacher, given["labels"], **rule)
+        return jnp.sum(weights * jnp.stack(terms[:4])), terms
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(given["features"], given["kernel"])
+
+
+def test_labels_that_share_a_state_have_the_law_of_it(shared):
+    found, expected = spread(shared, each=False), spread(shared, each=True)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)  # float32: the sums of a state in another chunk
 
 
 @pytest.mark.parametrize(
@@ -278,13 +311,14 @@ def test_bug_case_b18_draft_no_residual_holds_the_vocabulary_of_every_token(big,
     [
         ({"sampling": SamplingConfig(temperature=0.0)}, "temperature=0 must be > 0"),
         ({"tile": 0}, "tile=0 must be >= 1"),
-        ({"teacher_kernel": None}, "must be given together"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0 must be >= 1"),
         ({"draft_kernel": jnp.zeros((F, W), jnp.float32)}, "without a map; pass kept"),
     ],
 )
 def test_what_is_refused(arrays, change, message):
-    args, _ = case(arrays, False)
-    given = dict(zip(("draft_features", "draft_kernel", "teacher_hidden", "teacher_kernel"), args, strict=True))
-    given |= {"labels": jnp.asarray(LABELS), "kept": None, "sampling": SamplingConfig(), "tile": 8} | change
+    (features, kernel, hidden, head), _ = case(arrays, False)
+    teacher = Teacher(hidden, head, jnp.arange(N, dtype=jnp.int32))
+    given = {"draft_features": features, "draft_kernel": kernel, "teacher": teacher, "labels": jnp.asarray(LABELS)}
+    given |= {"kept": None, "sampling": SamplingConfig(), "tile": 8, "chunk_tokens": N} | change
     with pytest.raises(ValueError, match=message):
         law_pair_terms(**given)

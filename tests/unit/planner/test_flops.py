@@ -6,16 +6,20 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.drafts.ngram.config import NGramConfig
+from draftco_jax.losses.law_pair import Teacher, law_pair_terms
 from draftco_jax.models.qwen3 import Qwen3Config
 from draftco_jax.models.qwen3_moe import Qwen3MoeConfig
+from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.planner.flops import attention, draft_flops, policy_flops, product
 
 POLICY = Qwen3Config(
@@ -67,16 +71,43 @@ def test_eagle3_by_hand():
     layer = 2 * N * kernels(cfg, "midlayer")
     pairs = [N * (N + 1) / 2 + k * N for k in range(3)]
     forward = 2 * N * kernels(cfg, "'fc'") + sum(layer + 4 * p * 4 * 6 for p in pairs)
-    labels, teacher = 3 * 2 * N * kernels(cfg, "lm_head"), 3 * HEAD
+    labels, teacher = 3 * 2 * N * kernels(cfg, "lm_head"), HEAD
     found = draft_flops(cfg, N)
     assert found.forward == forward + labels + teacher
     # fc reads taps, which get no gradient; the teacher gets none at all.
     assert found.backward == 2 * (forward + labels) - 2 * N * kernels(cfg, "'fc'")
-    # A label of the program: the draft's head 5 times and its two gradients. The policy's head once whole and twice at
-    # the kept ids, all of it again in the backward, which reads the kept ids once more.
-    once = 3 * 2 * N * 8
-    executed = once * (7 * 16 + 2 * (64 + 16 + 16) + 16)
+    # A label of the program: the draft's head 3 times and its two gradients, the kept ids of the policy's head twice.
+    executed = 3 * 2 * N * 8 * (5 * 16 + 2 * 16) + HEAD
     assert draft_flops(cfg, N, "executed").total == pytest.approx(found.total - 3 * labels - teacher + executed)
+
+
+@pytest.mark.parametrize(("teacher", "frozen"), [(True, 0), (True, 8), (True, 5), (False, 0)])
+def test_executed_products_of_heads_are_those_of_the_traced_program(teacher, frozen):
+    """Of 3 N labels, N states, 16 draft ids; one chunk and one tile, so that a trace has no loop to guess at."""
+    f32, i32 = (lambda *shape, t=t: jax.ShapeDtypeStruct(shape, t) for t in (jnp.float32, jnp.int32))
+    policy = Teacher(f32(N, 6), f32(6, 64), i32(3 * N)) if teacher else None
+    rule = {"kept": jnp.arange(16), "sampling": SamplingConfig(), "tile": 64, "chunk_tokens": 3 * N}
+
+    def loss(features, kernel, policy, labels):
+        terms = law_pair_terms(features, kernel, policy, labels, **rule, frozen_rows=frozen)
+        return jnp.sum(jnp.stack(terms[:4]))
+
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(f32(3 * N, 8), f32(8, 16), policy, i32(3 * N))
+    once, label = 2 * N * 6 * 64, 2 * 3 * N * 16
+    gradients = label * (8 + 8 - frozen)
+    expected = once + label * (3 * 8 + 2 * 6) + gradients if teacher else label * 2 * 8 + gradients
+    assert sum(products(traced.jaxpr)) == expected
+
+
+def products(jaxpr):
+    """FLOPs of every product of a jaxpr and of all jaxprs in it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (left, _), _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[i] for i in left)
+            yield 2 * inner * equation.outvars[0].aval.size
+        for inner in jaxprs_in_params(equation.params):
+            yield from products(inner)
 
 
 def test_a_smaller_draft_vocabulary_saves_the_drafts_head_only():
@@ -94,20 +125,24 @@ def test_dflash_by_hand(executed):
     keys = 2 * N * 8 * 2 * 2 * 6
     heads = 4 * rows * (context + 4) * 4 * 6
     label = 2 * 5 * 3 * 8 * 64
-    # Its head is the policy's and is not trained. Executed: 4 products, and two more for what is logged.
-    head = 6 * label if executed else 2 * label
+    # Its head is the policy's and is not trained. Executed: 3 products, and two more for what is logged.
+    head = 5 * label if executed else 2 * label
     found = draft_flops(cfg, N, "executed" if executed else "needed")
     assert found.total == 2 * fc + 2 * 3 * (keys + layer + heads) + head
 
 
 def test_dspark_adds_its_teacher_and_its_bias():
-    blocks = {"mask_token_id": 1, "num_hidden_layers": 1, "num_anchors": 5, "tap_layers": (2,)}
+    blocks = {"mask_token_id": 1, "num_hidden_layers": 1, "num_anchors": 4, "tap_layers": (2,)}
     plain = DFlashConfig.for_target(POLICY, **blocks, block_size=7)
     cfg = DSparkConfig.for_target(POLICY, **blocks, block_size=7, markov_rank=3)
-    one = 2 * 5 * 64
+    one = 2 * 4 * 64
     # 7 labels a block and not 6; the bias has a weight of its own to train, and the policy's law is compared with.
     more = one * (7 * (2 * (8 + 3) + 3 + 8) - 6 * 2 * 8)
     assert draft_flops(cfg, N).total - draft_flops(plain, N).total == more
+    # 16 blocks have 112 labels and a text of 32 tokens has 32 laws; what is more than 4 blocks' is 4 times theirs.
+    forward = [[draft_flops(dataclasses.replace(c, num_anchors=n), N).forward for c in (cfg, plain)] for n in (4, 16)]
+    few, many = (one - other for one, other in forward)
+    assert many - 4 * few == 2 * 8 * 64 * (32 - 4 * 28)
 
 
 def test_mtp_has_its_own_fc_for_each_step():
