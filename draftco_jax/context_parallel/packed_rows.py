@@ -178,6 +178,14 @@ class PackedRows:
         width = self.layout(local_tokens).piece
         return local // width * (width + reach) + local % width
 
+    def span(self, count: int, reach: int, local_tokens: int) -> int:
+        """Entries of such arrays, rows one after another, from the first of `count` neighbouring tokens to the last.
+
+        A piece begins `reach` entries late; n tokens see (n - 1) / piece begin at most, rounded up.
+        """
+        begun = -(-(count - 1) // self.layout(local_tokens).piece)
+        return count - 1 + begun * reach
+
     # ---- attention ----
 
     def same_document(self, segment_ids: Int32[Array, "R L"], steps: int) -> Bool[Array, "R L"]:

@@ -69,6 +69,10 @@ class Ahead:
         """Where these indices are in a row of `flat` arrays; the token j after one stands j places after it."""
         return self.packed.places(local, self.reach, self.local_tokens)
 
+    def span(self, count: int, steps: int) -> int:
+        """Entries of a `flat` array that hold the tokens 1..steps after each of `count` indices in a row."""
+        return self.packed.span(count, self.reach, self.local_tokens) + steps
+
     def flat(self, name: str) -> Shaped[Array, "R E"]:
         """The extended array of that name with its pieces one after another."""
         return self.flatten(getattr(self.extended, name))
@@ -120,7 +124,7 @@ def weigh_labels(
 
 
 def step_terms(
-    features: Float[Array, "n R T F"],
+    features: Float[Array, "R T n F"],
     kernel: Float[Array, "F W"],
     hidden: Float[Array, "R T D"] | None,
     head: Float[Array, "D V"],
@@ -130,10 +134,10 @@ def step_terms(
     kept: Int[Array, " W"] | None = None,
     frozen_rows: int = 0,
 ) -> LawPairTerms:
-    """Both laws of each step at every index: step k at t speaks of x_{t+2+k} and learns from the policy at t + 1 + k.
+    """Both laws of each step at every index, arrays [n, R, T].
 
-    All steps go through one loop over chunks: the head's gradient is then there once, and the policy's law at an index
-    is found once for all steps that learn from it.
+    Step k at t speaks of x_{t+2+k} and learns from the policy at t + 1 + k. The steps of an index stand side by side,
+    so that a chunk of labels learns from few of the policy's states.
 
     Args:
         features: what the draft's head reads of each step.
@@ -145,15 +149,15 @@ def step_terms(
         kept: target id of each draft id; None: all ids.
         frozen_rows: leading rows of `kernel` that get no gradient, see `law_pair_terms`.
     """
-    steps, (rows, tokens) = features.shape[0], ahead.batch.tokens.shape
-    labels = jnp.stack([ahead.tokens(k + 2) for k in range(steps)])
-    teacher = None
+    rows, tokens, steps = features.shape[:3]
+    labels = jnp.stack([ahead.tokens(k + 2) for k in range(steps)], axis=-1)
+    teacher, anchors = None, -(-context.chunk_tokens // steps) + 1
     if hidden is not None:
         states = ahead.flatten(ahead.packed.extend(hidden, ahead.reach))
         # Places and not states: shifted copies of the states would take n times their memory.
-        at = ahead.places(jnp.arange(tokens, dtype=jnp.int32))[None, None, :]
-        at = at + jnp.arange(1, steps + 1, dtype=jnp.int32)[:, None, None]
-        at = at + states.shape[1] * jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+        at = states.shape[1] * jnp.arange(rows, dtype=jnp.int32)[:, None]
+        at = at + ahead.places(jnp.arange(tokens, dtype=jnp.int32))[None, :]
+        at = at[:, :, None] + jnp.arange(1, steps + 1, dtype=jnp.int32)[None, None, :]
         teacher = Teacher(states.reshape(-1, states.shape[-1]), head, at.reshape(-1))
     terms = law_pair_terms(
         features.reshape(-1, features.shape[-1]),
@@ -165,8 +169,9 @@ def step_terms(
         tile=context.tile,
         chunk_tokens=context.chunk_tokens,
         frozen_rows=frozen_rows,
+        span=ahead.span(anchors, steps),
     )
-    return jax.tree.map(lambda a: a.reshape(steps, rows, tokens), terms)
+    return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(rows, tokens, steps), -1, 0), terms)
 
 
 def draft_loss(

@@ -115,7 +115,7 @@ def _eagle3(cfg: Eagle3Config, tokens: int, executed: bool) -> Flops:
     total = product(tokens, len(cfg.tap_layers) * width, width, gradients=1)
     for k in range(passes):
         total += _dense_layer(cfg, tokens, 2 * width, causal_pairs(tokens) + k * tokens)
-    head = _Heads(labels=passes * tokens, states=tokens, width=width, columns=cfg.draft_vocab_size)
+    head = _Heads(labels=passes * tokens, states=tokens, paired=tokens, width=width, columns=cfg.draft_vocab_size)
     return total + _laws(head, gradients=2, teacher=cfg.vocab_size, executed=executed)
 
 
@@ -131,7 +131,7 @@ def _mtp(cfg: MtpConfig, tokens: int, executed: bool) -> Flops:
         if cfg.attention_output_gate:
             total += product(tokens, width, queries)
     teacher = cfg.vocab_size if executed or cfg.loss.needs_teacher else 0
-    head = _Heads(labels=cfg.steps * tokens, states=tokens, width=width, columns=cfg.vocab_size)
+    head = _Heads(labels=cfg.steps * tokens, states=tokens, paired=tokens, width=width, columns=cfg.vocab_size)
     return total + _laws(head, gradients=1, teacher=teacher, executed=executed)
 
 
@@ -145,7 +145,7 @@ def _blocks(cfg: BlockDraftConfig, tokens: int, executed: bool) -> Flops:
         window = cfg.window_of(kind)
         context = tokens / 2 if window is None else min(tokens / 2, window)
         total += product(tokens, width, keys) + _dense_layer(cfg, rows, width, rows * (context + cfg.rows))
-    head = _Heads(labels=labels, states=min(labels, tokens), width=width, columns=cfg.vocab_size)
+    head = _Heads(labels=labels, states=min(labels, tokens), paired=labels, width=width, columns=cfg.vocab_size)
     teacher = cfg.vocab_size if cfg.loss.needs_teacher else 0
     if isinstance(cfg, DSparkConfig):
         teacher, head = cfg.vocab_size, dataclasses.replace(head, more=cfg.markov_rank)
@@ -163,6 +163,7 @@ class _Heads:
 
     labels: float
     states: float  # of the policy, that labels learn from
+    paired: float  # how often one is met with the draft's columns
     width: int  # of those
     columns: int  # W
     more: int = 0  # what a label's features have beyond the width
@@ -172,13 +173,14 @@ def _laws(heads: _Heads, *, gradients: int, teacher: int, executed: bool) -> Flo
     """A draft's head on its labels, and `teacher` columns of the policy's on the states that they learn from.
 
     Executed: the draft's head is walked for the normalisers and again for the sums (once where there is no teacher) and
-    once more in the backward; with the sums and in the backward go the draft's columns of the policy's head.
+    once more in the backward; with the sums and in the backward go the draft's columns of the policy's head, for each
+    label of a block, but once for all steps of an index (a chunk's border, where some go twice, is left out).
     """
     student = product(heads.labels, heads.width + heads.more, heads.columns, gradients)
     policy = product(heads.states, heads.width, teacher, gradients=0)
     if not executed:
         return student + policy
-    again = product(heads.labels, heads.width, heads.columns, gradients=0) if teacher else Flops()
+    again = product(heads.paired, heads.width, heads.columns, gradients=0) if teacher else Flops()
     walks = 2 if teacher else 1
     student = Flops(forward=walks * student.forward, backward=student.backward + student.forward)
     return student + policy + again + Flops(backward=again.forward)

@@ -106,7 +106,7 @@ def passes_loss(
     embeds = [target.embedding[ahead.tokens(k + 1)] for k in range(cfg.passes)]
     states = draft.passes(embeds, target.taps, batch.positions, batch.segment_ids, packed)
 
-    features = draft.features(jnp.stack(states))
+    features = draft.features(jnp.stack(states, axis=2))
     kernel = draft.lm_head.kernel[...]
     terms = step_terms(features, kernel, target.hidden, target.head, ahead, context, kept=draft.kept)
     of_batch = labels(ahead, cfg)

@@ -82,7 +82,7 @@ def steps_loss(
     embeds = [target.embedding[ahead.tokens(k + 1)] for k in range(cfg.steps)]
     outputs = draft.unroll(embeds, hidden, batch.positions, batch.segment_ids, context.packed)
 
-    features = draft.norm(jnp.stack(outputs))
+    features = draft.norm(jnp.stack(outputs, axis=2))
     head = target.head
     terms = step_terms(features, head, hidden, head, ahead, context, frozen_rows=head.shape[0])
     of_batch = labels(ahead, cfg)

@@ -76,26 +76,27 @@ def test_eagle3_by_hand():
     assert found.forward == forward + labels + teacher
     # fc reads taps, which get no gradient; the teacher gets none at all.
     assert found.backward == 2 * (forward + labels) - 2 * N * kernels(cfg, "'fc'")
-    # A label of the program: the draft's head 3 times and its two gradients, the kept ids of the policy's head twice.
-    executed = 3 * 2 * N * 8 * (5 * 16 + 2 * 16) + HEAD
+    # A label of the program: the draft's head 3 times and its two gradients. The kept ids of the policy's head twice.
+    executed = 2 * N * 8 * (3 * 5 * 16 + 2 * 16) + HEAD
     assert draft_flops(cfg, N, "executed").total == pytest.approx(found.total - 3 * labels - teacher + executed)
 
 
-@pytest.mark.parametrize(("teacher", "frozen"), [(True, 0), (True, 8), (True, 5), (False, 0)])
-def test_executed_products_of_heads_are_those_of_the_traced_program(teacher, frozen):
+@pytest.mark.parametrize(("teacher", "frozen", "span"), [(True, 0, None), (True, 8, None), (True, 5, N), (False, 0, N)])
+def test_executed_products_of_heads_are_those_of_the_traced_program(teacher, frozen, span):
     """Of 3 N labels, N states, 16 draft ids; one chunk and one tile, so that a trace has no loop to guess at."""
     f32, i32 = (lambda *shape, t=t: jax.ShapeDtypeStruct(shape, t) for t in (jnp.float32, jnp.int32))
     policy = Teacher(f32(N, 6), f32(6, 64), i32(3 * N)) if teacher else None
     rule = {"kept": jnp.arange(16), "sampling": SamplingConfig(), "tile": 64, "chunk_tokens": 3 * N}
 
     def loss(features, kernel, policy, labels):
-        terms = law_pair_terms(features, kernel, policy, labels, **rule, frozen_rows=frozen)
+        terms = law_pair_terms(features, kernel, policy, labels, **rule, frozen_rows=frozen, span=span)
         return jnp.sum(jnp.stack(terms[:4]))
 
     traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(f32(3 * N, 8), f32(8, 16), policy, i32(3 * N))
     once, label = 2 * N * 6 * 64, 2 * 3 * N * 16
     gradients = label * (8 + 8 - frozen)
-    expected = once + label * (3 * 8 + 2 * 6) + gradients if teacher else label * 2 * 8 + gradients
+    paired = 2 * 6 * label // (3 if span else 1)
+    expected = once + label * 3 * 8 + paired + gradients if teacher else label * 2 * 8 + gradients
     assert sum(products(traced.jaxpr)) == expected
 
 
