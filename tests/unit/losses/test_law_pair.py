@@ -306,6 +306,30 @@ def test_labels_that_share_a_state_have_the_law_of_it(shared):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)  # float32: the sums of a state in another chunk
 
 
+@pytest.mark.parametrize("frozen", [2, F])
+def test_frozen_rows_of_a_head_get_no_gradient_and_the_others_theirs(arrays, frozen):
+    args, kept = case(arrays, True)
+    gradients = [
+        jax.grad(lambda k, r=rows: jnp.sum(call((args[0], k, *args[2:]), kept, tile=8, frozen_rows=r).l1))(args[1])
+        for rows in (0, frozen)
+    ]
+    assert (np.asarray(gradients[1][:frozen]) == 0).all() and np.abs(gradients[0][:frozen]).max() > 0.01
+    np.testing.assert_allclose(gradients[1][frozen:], gradients[0][frozen:], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tile", [8, V])
+def test_a_policy_that_hardly_ever_says_a_draft_id_still_has_a_law_of_them(arrays, tile):
+    """Draft ids lie 150 nats below the others, whose sum would swallow theirs."""
+    args, kept = case(arrays, True)
+    low = jnp.zeros((1, V), jnp.float32).at[0, kept].set(-150.0)
+    hidden = jnp.concatenate([args[2], jnp.ones((N, 1), jnp.float32)], axis=1)
+    terms = call((*args[:2], hidden, jnp.concatenate([args[3], low])), kept, tile=tile)
+    expected = dense_f64(args, kept, 1.0)  # the law among draft ids is the same
+    np.testing.assert_allclose(terms.soft_cross_entropy, expected.soft_cross_entropy, rtol=2e-5)  # logits of 150
+    np.testing.assert_allclose(terms.l1, np.full(N, 2.0), rtol=2e-6)
+    assert (np.asarray(terms.mode_kept) == 0).all()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
