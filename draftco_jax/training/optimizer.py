@@ -116,9 +116,11 @@ def make_optimizer(cfg: OptimizerConfig, total_steps: int) -> optax.GradientTran
     )
 
     def init(params: optax.Params) -> optax.OptState:
-        copy = _float32(params)
-        low = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params))
-        return MasterState(chain.init(copy), copy) if low else chain.init(copy)
+        if all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
+            return chain.init(params)
+        # astype returns a float32 array itself; an array that is in a state twice could not be given up to the next.
+        copy = jax.tree.map(lambda leaf: jnp.copy(leaf) if leaf.dtype == jnp.float32 else _float32(leaf), params)
+        return MasterState(chain.init(copy), copy)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None

@@ -72,6 +72,20 @@ def test_bfloat16_parameters_are_the_rounding_of_what_float32_ones_become():
     assert (low["kernel"] != jnp.array([1.0, 1.5, -2.0], jnp.bfloat16)).all()
 
 
+def test_what_an_update_gives_up_is_nowhere_twice():
+    """A float32 parameter beside bfloat16 ones, a router's, is its own float32 copy in value only."""
+    params = {"kernel": jnp.ones(3, jnp.bfloat16), "gate": jnp.full(3, 0.5, jnp.float32)}
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.5), 10)
+    state = optimizer.init(params)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, state))}) == 10
+    step = jax.jit(lambda params, state: apply_gradients(optimizer, params, state, params), donate_argnums=(0, 1))
+    for _ in range(2):
+        given = params, state
+        params, state = step(*given)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert float(params["gate"][0]) < 0.5
+
+
 def test_only_matrices_decay():
     names = ("kernel", "embed_tokens", "gate_up_proj", "weight", "bias", "A_log", "D", "dt_bias", "sinks")
     params = {name: jnp.ones((2, 2)) for name in (*names, "e_score_correction_bias", "down_proj_bias")}
