@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from draftco_jax.errors import UserError
 from draftco_jax.metrics import write_text_whole
@@ -74,6 +75,8 @@ class Checkpointer:
     def restore(self, step: int, like: TrainState, key: jax.Array) -> Restored:
         """Read a checkpoint into the structure of `like`; names, shapes, dtypes and key type must be those saved.
 
+        Leaves of `like` are arrays, or `jax.ShapeDtypeStruct` with a sharding, so that a state is there once.
+
         Raises:
             UserError: the checkpoint is damaged, or belongs to another model or optimizer.
         """
@@ -88,8 +91,7 @@ class Checkpointer:
             )
         _check_arrays(step, record["arrays"], _describe(wanted))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
-        tree = self._restore_item(step, _STATE, ocp.args.StandardRestore(abstract))
-        tree = jax.tree.map(_placed_like, tree, wanted)
+        tree = _placed_like(self._restore_item(step, _STATE, ocp.args.StandardRestore(abstract)), wanted)
         restored_key = jax.random.wrap_key_data(tree["key"], impl=implementation)
         return Restored(TrainState(**tree["train"]), restored_key, record["data"])
 
@@ -142,9 +144,19 @@ def fingerprint(tree: Any) -> int:
     return number
 
 
-def _placed_like(restored: jax.Array, like: jax.Array) -> jax.Array:
+def _placed_like(restored: Any, like: Any) -> Any:
     """Free of its device again if `like` is: jit compiles another program for arrays that are bound to theirs."""
-    return restored if like.committed else jnp.asarray(np.asarray(restored))
+    leaves, structure = jax.tree.flatten(restored)
+    del restored  # one array at a time is there twice
+    for place, wanted in enumerate(jax.tree.leaves(like)):
+        if not _bound(wanted):
+            leaves[place] = jnp.asarray(np.asarray(leaves[place]))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _bound(like: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether an array belongs to its devices; one that is on a mesh does."""
+    return like.committed if isinstance(like, jax.Array) else not isinstance(like.sharding, SingleDeviceSharding)
 
 
 def _tree(state: TrainState, key: jax.Array) -> dict[str, Any]:

@@ -45,11 +45,12 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
     check_directory(cfg, run_dir, resume)
     if (run_dir / REPORT_FILE).is_file() and (finished := read_summary(run_dir)):
         return finished
-    run = set_up(cfg)  # before anything is written: a config that cannot be set up leaves no run directory
+    run, models = set_up(cfg)  # before anything is written: a config that cannot be set up leaves no run directory
     claim_directory(cfg, run_dir)
     with ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpointer(run_dir, cfg.checkpoint.keep))
-        state = start_or_resume(run, checkpoints, resume)
+        state = start_or_resume(run, models, checkpoints, resume)
+        del models  # the first update takes their memory
         first = int(state.step)
         # Step 0 is the evaluation before training; with no finished checkpoint it is measured again.
         if first > 0:
@@ -117,7 +118,10 @@ def sound_alarm(report: StepReport, progress: Progress) -> bool:
 def train_step(
     run: Run, state: TrainState, weights: Published, step: int
 ) -> tuple[TrainState, Published, PackedBatch, StepReport]:
-    """One step: rollouts with the published weights, an update, and the next publish."""
+    """One step: rollouts with the published weights, an update, and the next publish.
+
+    The update takes the memory of `state`: what is returned replaces it.
+    """
     clock = StageClock()
     prompts = next(run.prompts)
     with clock.stage("generate"):
@@ -174,17 +178,17 @@ def make_batch(run: Run, weights: Published, prompts: Sequence[Prompt], step: in
 
 def publish(run: Run, state: TrainState) -> Published:
     """Policy and draft to the rollout layout under one version."""
-    return run.published(state, state.draft if run.cotrained else run.models.draft)
+    return run.published(state, state.draft if run.cotrained else run.kept.draft)
 
 
 def export_draft(run: Run, state: TrainState, run_dir: Path) -> None:
     """Leave a co-trained draft in its family's published layout: to be served, or trained further."""
     if not run.cotrained:
         return
-    assert run.cfg.draft is not None and run.models.draft_graph is not None and state.draft is not None
+    assert run.cfg.draft is not None and run.spec.draft_graph is not None and state.draft is not None
     save = family_of(run.cfg.draft).save
     assert save is not None, "what is trained has weights, which its family can write"
-    save(run_dir / DRAFT_FOLDER, run.cfg.draft, run.models.draft_graph, state.draft)
+    save(run_dir / DRAFT_FOLDER, run.cfg.draft, run.spec.draft_graph, state.draft)
 
 
 def evaluate(run: Run, weights: Published) -> dict[str, float]:

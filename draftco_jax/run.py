@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from draftco_jax.checkpoint import Checkpointer, fingerprint
-from draftco_jax.config import RunConfig, resolve_checkpoint, with_later_settings
+from draftco_jax.checkpoint import Checkpointer
+from draftco_jax.config import RunConfig, with_later_settings
 from draftco_jax.config_io import diff, to_json
 from draftco_jax.data.prompts import PromptBatches
 from draftco_jax.decoding.engine import Engine, EngineShape
@@ -24,14 +23,13 @@ from draftco_jax.environments.catalog import build_task
 from draftco_jax.errors import UserError
 from draftco_jax.evaluation import Evaluator
 from draftco_jax.metrics import write_text_whole
-from draftco_jax.models.compute import cast_params
-from draftco_jax.models.functional import ModelGraph, Params, graph_of, initialise
-from draftco_jax.models.hf_weights import load_policy
+from draftco_jax.models.functional import ModelGraph, Params, initialise
 from draftco_jax.pretrain_config import AnyConfig
 from draftco_jax.rollout.history import RolloutHistory
+from draftco_jax.starting_weights import Kept, Models, keep, load_models
 from draftco_jax.training.objective import ObjectiveSpec
 from draftco_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from draftco_jax.training.train_layout import TrainLayout, make_layout, whole_compute
+from draftco_jax.training.train_layout import TrainLayout, make_layout
 from draftco_jax.training.update import Optimizers, TrainState, UpdateFn
 from draftco_jax.types import PolicyVersion
 from draftco_jax.weight_sync import Published, Publisher
@@ -40,25 +38,9 @@ CONFIG_FILE = "config.json"
 DRAFT_FOLDER = "draft"
 """The trained draft in its family's published layout."""
 
-# Purposes of the run's root key; a step uses fold_in(root, step), and steps are far below these.
-_POLICY_KEY, _DRAFT_KEY, _EVALUATION_KEY, _UNTRAINED_KEY, _SPEED_KEY = (2**31 + i for i in range(5))
-
-
-@dataclass(frozen=True)
-class Models:
-    """Structures and starting weights."""
-
-    policy_graph: ModelGraph
-    policy: Params
-    draft_graph: ModelGraph | None
-    draft: Params | None
-    """The draft before the first step: what a frozen draft stays, and the twin of a co-trained one."""
-
-    @cached_property
-    def fingerprints(self) -> dict[str, int]:
-        """One number for each model's starting weights, and the draft's vocabulary map."""
-        constants = {} if self.draft_graph is None else self.draft_graph.constants
-        return {"policy": fingerprint(self.policy), "draft": fingerprint({"weights": self.draft, "map": constants})}
+# Purposes of the run's root key; a step uses fold_in(root, step), and steps are far below these. `starting_weights.py`
+# has the first two.
+_EVALUATION_KEY, _UNTRAINED_KEY, _SPEED_KEY = (2**31 + i for i in range(2, 5))
 
 
 @dataclass(frozen=True)
@@ -68,13 +50,14 @@ class Run:
     cfg: RunConfig
     key: Array
     task: Task
-    models: Models
+    kept: Kept
     layout: TrainLayout
     publisher: Publisher
     engine: Engine
     optimizers: Optimizers
     spec: ObjectiveSpec
     update: UpdateFn
+    """The new state takes the memory of the old one, which cannot be read any more."""
     prompts: PromptBatches
     evaluator: Evaluator
     history: RolloutHistory | None
@@ -85,16 +68,15 @@ class Run:
         """Drafted tokens per round; 0 in the arm without speculation."""
         return self.cfg.draft_length if self.cfg.speculation != "off" else 0
 
-    @cached_property
+    @property
     def reference(self) -> Params | None:
         """The policy that the KL penalty pulls towards; None where there is no penalty."""
-        return self.layout.place_reference(self.models.policy) if self.cfg.algorithm.kl_coefficient > 0 else None
+        return self.kept.reference
 
-    @cached_property
+    @property
     def twin(self) -> Params | None:
         """The draft before the first step, evaluated in every update; None where there is nothing to train."""
-        trained = self.models.draft is not None and self.spec.draft_cfg is not None
-        return self.layout.everywhere(self.models.draft) if trained else None
+        return self.kept.draft if self.spec.draft_cfg is not None else None
 
     def published(self, state: TrainState, draft: Params | None) -> Published:
         """The policy of a state, and a draft, in the rollout layout under the version of that state; on one device."""
@@ -107,7 +89,7 @@ class Run:
     @property
     def rollout_graphs(self) -> tuple[ModelGraph, ModelGraph | None]:
         """Structures of the models that are published."""
-        return self.publisher.rollout_graphs(self.layout.shapes(self.models.policy), self.models.draft)
+        return self.publisher.rollout_graphs(self.layout.shapes(self.kept.policy_shapes), self.kept.draft)
 
     @property
     def cotrained(self) -> bool:
@@ -177,52 +159,6 @@ def claim_directory(cfg: AnyConfig, run_dir: Path) -> None:
         write_text_whole(run_dir / CONFIG_FILE, json.dumps(to_json(cfg), indent=2) + "\n")
 
 
-def load_models(cfg: RunConfig, key: Array) -> Models:
-    """Read the checkpoints the config names, or draw weights."""
-    graph, policy = load_target(replace(cfg, policy_compute=whole_compute(cfg.mesh, cfg.policy_compute)), key)
-    if cfg.speculation == "off" or cfg.draft is None:
-        return Models(graph, policy, None, None)
-    family = family_of(cfg.draft)
-    if cfg.draft_checkpoint is None or family.load is None:
-        draft_graph, draft = initialise(cfg.draft.build, jax.random.fold_in(key, _DRAFT_KEY))
-        draft = cast_params(family.from_policy(draft, policy), cfg.draft_compute.parameter_dtype)
-        return Models(graph, policy, draft_graph, draft)
-    draft_graph, draft = load_trained_draft(cfg.draft, cfg.draft_checkpoint)
-    return Models(graph, policy, draft_graph, cast_params(draft, cfg.draft_compute.parameter_dtype))
-
-
-def load_target(cfg: AnyConfig, key: Array) -> tuple[ModelGraph, Params]:
-    """The policy of a config: read from its checkpoint, or drawn."""
-    build = partial(cfg.policy.build, compute=cfg.policy_compute)
-    if cfg.policy_checkpoint is None:
-        return initialise(build, jax.random.fold_in(key, _POLICY_KEY))
-    found, policy = load_policy(resolve_checkpoint(cfg.policy_checkpoint), compute=cfg.policy_compute)
-    if found != cfg.policy:
-        raise _other_sizes("policy", cfg.policy_checkpoint, found, cfg.policy)
-    return graph_of(build), policy
-
-
-def load_trained_draft(cfg: DraftConfig, checkpoint: str) -> tuple[ModelGraph, Params]:
-    """Structure and weights of a draft's checkpoint, which must hold the draft of the config."""
-    load = family_of(cfg).load
-    assert load is not None, "families without weights have no checkpoint: the config was checked"
-    found, graph, draft = load(resolve_checkpoint(checkpoint), cfg)
-    if found != cfg:
-        raise _other_sizes("draft", checkpoint, found, cfg)
-    return graph, draft
-
-
-def _other_sizes(part: str, checkpoint: str, found: Any, wanted: Any) -> UserError:
-    names = [field.name for field in fields(wanted) if getattr(found, field.name) != getattr(wanted, field.name)]
-    differences = ", ".join(
-        f"{name}={getattr(found, name)} where {part}.{name}={getattr(wanted, name)}" for name in names
-    )
-    return UserError(
-        f"{part}_checkpoint={checkpoint} must hold the {part} of the config, but has {differences}; "
-        f"give the checkpoint of this {part}, or set {part} to what the checkpoint holds"
-    )
-
-
 def build_tasks(cfg: AnyConfig, name: str, prompts: int) -> tuple[Task, Task]:
     """Both splits of the task, which must suit the policy and hold the `prompts` that the setting `name` asks for."""
     task = build_task(cfg.task, cfg.seed)
@@ -241,8 +177,8 @@ def build_tasks(cfg: AnyConfig, name: str, prompts: int) -> tuple[Task, Task]:
     return task, held_out
 
 
-def set_up(cfg: RunConfig) -> Run:
-    """Build everything but the state."""
+def set_up(cfg: RunConfig) -> tuple[Run, Models]:
+    """Build everything but the state, and read or draw the weights that `start_or_resume` makes one of."""
     key = jax.random.key(cfg.seed)
     if cfg.speculation == "cotrained" and cfg.draft is not None:
         family_of(cfg.draft).check_layout(cfg.draft)  # now, and not when the trained draft is to be written
@@ -280,11 +216,11 @@ def set_up(cfg: RunConfig) -> Run:
         policy=make_optimizer(cfg.policy_optimizer, cfg.steps),
         draft=make_optimizer(cfg.draft_optimizer, cfg.steps) if cfg.speculation == "cotrained" else None,
     )
-    return Run(
+    run = Run(
         cfg=cfg,
         key=key,
         task=task,
-        models=models,
+        kept=keep(models, layout, reference=cfg.algorithm.kl_coefficient > 0),
         layout=layout,
         publisher=publisher,
         engine=engine,
@@ -295,6 +231,7 @@ def set_up(cfg: RunConfig) -> Run:
         evaluator=Evaluator(held_out, cfg.evaluation.prompts),
         history=_history(cfg),
     )
+    return run, models
 
 
 def _trained_draft(cfg: RunConfig) -> DraftConfig | None:
@@ -309,18 +246,23 @@ def _history(cfg: RunConfig) -> RolloutHistory | None:
     return RolloutHistory(*cfg.draft.memory)
 
 
-def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainState:
-    """The state of the newest finished checkpoint where there is one and `resume` asks for it, else step 0."""
-    state = run.layout.start(run.models.policy, run.models.draft if run.cotrained else None, run.optimizers, run.spec)
+def start_or_resume(run: Run, models: Models, checkpoints: Checkpointer, resume: bool) -> TrainState:
+    """The state of the newest finished checkpoint where there is one and `resume` asks for it, else step 0.
+
+    That of step 0 is made of the arrays of `models`, which the first update takes.
+    """
+    draft = models.draft if run.cotrained else None
     step = checkpoints.latest_step if resume else None
     if step is None:
-        return state
-    restored = checkpoints.restore(step, state, run.key)
+        return run.layout.start(models.policy, draft, run.optimizers, run.spec)
+    restored = checkpoints.restore(
+        step, run.layout.start_shapes(models.policy, draft, run.optimizers, run.spec), run.key
+    )
     if not bool((jax.random.key_data(restored.key) == jax.random.key_data(run.key)).all()):
         raise UserError(
             f"checkpoint step {step} was made with another random key; resume with the seed it was made with"
         )
-    for part, number in run.models.fingerprints.items():
+    for part, number in run.kept.fingerprints.items():
         if restored.data["starting_weights"][part] != number:
             raise UserError(
                 f"{part}_checkpoint={getattr(run.cfg, f'{part}_checkpoint')} no longer holds the weights this run "
@@ -334,7 +276,7 @@ def start_or_resume(run: Run, checkpoints: Checkpointer, resume: bool) -> TrainS
 
 def resume_data(run: Run) -> dict[str, Any]:
     """What a checkpoint keeps beside the state: the data position, and which weights the run started from."""
-    data = {"prompts": run.prompts.get_state(), "starting_weights": run.models.fingerprints}
+    data = {"prompts": run.prompts.get_state(), "starting_weights": run.kept.fingerprints}
     return data if run.history is None else data | {"history": run.history.get_state()}
 
 

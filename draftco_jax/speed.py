@@ -13,6 +13,7 @@ import numpy as np
 from draftco_jax.decoding.engine import Request
 from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.evaluation import build_request
+from draftco_jax.models.functional import Params
 from draftco_jax.profiling import compare, median_ratio, summarise
 from draftco_jax.run import Run
 from draftco_jax.training.update import Optimizers, TrainState
@@ -104,23 +105,21 @@ def step_speed(run: Run, state: TrainState, weights: Published, batch: PackedBat
         frozen_twin_overhead = (joint update with the twin - joint update) / policy-only update
 
     The run's update is counted without the frozen twin, which is there for the report only. Scoring and publishing are
-    the same on both sides and left out. Overheads are given where a draft is trained.
+    the same on both sides and left out. Overheads are given where a draft is trained. Each timed update
+    takes the memory of the state before it, the first one that of `state`.
     """
     cfg = run.cfg
     prompts = tuple(run.task.problem(i) for i in range(cfg.rollout.prompts_per_step))
     request = build_request(prompts, cfg.rollout.samples_per_prompt, run.engine.shape, run.speed_key, run.history)
-    weight, reference = jnp.float32(cfg.draft_loss_weight), run.reference
-    policy_only = Optimizers(run.optimizers.policy, None)
-    update_plain = run.layout.make_update(replace(run.spec, draft_graph=None, draft_cfg=None), policy_only)
-    state_plain = state._replace(draft=None, draft_optimizer=None)
+    updates = _Updates(run, state, batch)
     calls: dict[str, Callable[[], Any]] = {
         "generate_plain": lambda: run.engine.generate(weights.policy, None, request, PLAIN),
         "generate_speculative": lambda: run.engine.generate(weights.policy, weights.draft, request, run.draft_length),
-        "update_plain": lambda: update_plain(state_plain, batch, weight, reference, None),
+        "update_plain": updates.plain,
     }
     if run.cotrained:
-        calls["update_joint"] = lambda: run.update(state, batch, weight, reference, None)
-        calls["update_twin"] = lambda: run.update(state, batch, weight, reference, run.twin)
+        calls["update_joint"] = lambda: updates.joint(None)
+        calls["update_twin"] = lambda: updates.joint(run.twin)
     seconds = compare(calls, max(5, cfg.speed.repetitions // 3))
     update = seconds["update_joint" if run.cotrained else "update_plain"]
     plain = [a + b for a, b in zip(seconds["generate_plain"], seconds["update_plain"], strict=True)]
@@ -134,3 +133,26 @@ def step_speed(run: Run, state: TrainState, weights: Published, batch: PackedBat
         figures["draft_update_overhead"] = median_ratio(seconds["update_joint"], seconds["update_plain"]) - 1.0
         figures["frozen_twin_overhead"] = median_ratio(twin, seconds["update_plain"])
     return figures
+
+
+class _Updates:
+    """Updates one after another on one batch, each in the memory of the state before it, as in the run."""
+
+    def __init__(self, run: Run, state: TrainState, batch: PackedBatch) -> None:
+        policy_only = Optimizers(run.optimizers.policy, None)
+        self._plain = run.layout.make_update(replace(run.spec, draft_graph=None, draft_cfg=None), policy_only)
+        self._joint, self._state, self._batch = run.update, state, batch
+        self._weight, self._reference = jnp.float32(run.cfg.draft_loss_weight), run.reference
+
+    def plain(self) -> Any:
+        """Of the policy alone; the draft waits."""
+        waiting = {"draft": self._state.draft, "draft_optimizer": self._state.draft_optimizer}
+        alone = self._state._replace(draft=None, draft_optimizer=None)
+        new, metrics = self._plain(alone, self._batch, self._weight, self._reference, None)
+        self._state = new._replace(**waiting)
+        return new, metrics
+
+    def joint(self, twin: Params | None) -> Any:
+        """The run's own, with a frozen twin or without."""
+        self._state, metrics = self._joint(self._state, self._batch, self._weight, self._reference, twin)
+        return self._state, metrics

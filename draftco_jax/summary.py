@@ -31,7 +31,7 @@ def summarise_run(
     metrics: Sequence[Mapping[str, float]],
     stage: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Everything that `summary.json` holds, the wall time apart."""
+    """Everything that `summary.json` holds, the wall time apart. Timed updates take the memory of `state`."""
     cfg, last = run.cfg, metrics[-1]
     first = next(line for line in metrics if line["step"] == 0)
     steps = [line for line in metrics if line["step"] > 0]
@@ -39,7 +39,7 @@ def summarise_run(
         "speculation": cfg.speculation,
         "steps": cfg.steps,
         "draft_length": run.draft_length,
-        "policy_parameters": count_parameters(run.models.policy),
+        "policy_parameters": count_parameters(run.kept.policy_shapes),
         "pass_rate_start": first["eval/pass_rate"],
         "pass_rate_end": last["eval/pass_rate"],
         "eval_prompts": cfg.evaluation.prompts,
@@ -53,14 +53,14 @@ def summarise_run(
             "devices": cfg.mesh.devices,
         },
     }
-    if run.models.draft is None:
+    if run.kept.draft is None:
         return summary
     stage("accepted length of the twin and of an untrained draft")
     summary |= {
-        "draft_parameters": count_parameters(run.models.draft),
+        "draft_parameters": count_parameters(run.kept.draft),
         "accepted_length_start": first.get("eval/accepted_length"),
         "accepted_length_end": last.get("eval/accepted_length"),
-        "accepted_length_frozen_end": _accepted_length(run, state, run.models.draft),
+        "accepted_length_frozen_end": _accepted_length(run, state, run.kept.draft),
         # A draft without weights and without a memory proposes nothing, so that each round commits one token.
         "accepted_length_untrained": _accepted_length(run, state, run.untrained_draft()) if run.twin else 1.0,
     }

@@ -18,7 +18,7 @@ from draftco_jax.drafts.catalog import family_of
 from draftco_jax.environments.catalog import build_task
 from draftco_jax.errors import UserError
 from draftco_jax.models.functional import Params
-from draftco_jax.run import Models, load_models
+from draftco_jax.starting_weights import Models, load_models
 from draftco_jax.training.optimizer import make_optimizer
 from draftco_jax.training.train_layout import make_layout
 from draftco_jax.training.update import Optimizers, init_state

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
 from draftco_jax.context_parallel import PackedRows
@@ -47,6 +47,7 @@ from draftco_jax.training.update import (
     place_policy,
     place_state,
     policy_specs,
+    state_layout,
 )
 from draftco_jax.types import PackedBatch
 
@@ -101,9 +102,25 @@ class TrainLayout:
         return tree if self.mesh is None else jax.tree.map(jnp.asarray, jax.device_get(tree))
 
     def start(self, policy: Params, draft: Params | None, optimizers: Optimizers, spec: ObjectiveSpec) -> TrainState:
-        """The state of step 0; pass draft None unless it is trained."""
+        """The state of step 0; pass draft None unless it is trained.
+
+        Its arrays may be the ones given, or share memory with them, so that an update takes these too.
+        """
         state = init_state(self.place_policy(policy), self.everywhere(draft), optimizers)
         return state if self.mesh is None else place_state(state, spec, self.mesh)
+
+    def start_shapes(
+        self, policy: Params, draft: Params | None, optimizers: Optimizers, spec: ObjectiveSpec
+    ) -> TrainState:
+        """That state without its arrays: a `jax.ShapeDtypeStruct` for each, with where it lies."""
+        state = jax.eval_shape(partial(init_state, optimizers=optimizers), self.shapes(policy), draft)
+        if self.mesh is None:
+            here = SingleDeviceSharding(jax.devices()[0])
+            places = jax.tree.map(lambda _: here, state)
+        else:
+            places = state_layout(state, spec, self.mesh)
+        struct = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)  # noqa: E731
+        return jax.tree.map(struct, state, places)
 
     # ---- batches ----
 
@@ -125,8 +142,12 @@ class TrainLayout:
     # ---- the update ----
 
     def make_update(self, spec: ObjectiveSpec, optimizers: Optimizers) -> UpdateFn:
-        """`training.update.make_update` on the mesh; `reference` is a policy of `place_reference` in every case."""
-        update = make_update(spec, optimizers, self.mesh)
+        """`training.update.make_update` on the mesh; `reference` is a policy of `place_reference` in every case.
+
+        The new state takes the memory of the old one, which cannot be read any more: with bfloat16 parameters a state
+        has 14 bytes for each (2, and 4 each of copy and moments), and is there once.
+        """
+        update = make_update(spec, optimizers, self.mesh, donate=True)
         if self.pipeline is None:
             return update
         logprobs = self._reference_logprobs(spec)

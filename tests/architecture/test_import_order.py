@@ -27,7 +27,7 @@ ORDER = (
         "schedule_report",
     ),
     ("config", "pretrain_config"),
-    ("run", "pretrain_setup", "round_profile", "speed", "summary"),
+    ("run", "starting_weights", "pretrain_setup", "round_profile", "speed", "summary"),
     ("loop", "pretrain", "convert", "warm_start", "bench_drafts", "bench_attention", "bench_pipeline"),
     ("cli",),
 )

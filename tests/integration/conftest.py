@@ -93,9 +93,9 @@ def set_up() -> Callable[[dc.RunConfig], Any]:
     original, programs = loop.set_up, {}
 
     def cached(cfg: dc.RunConfig) -> Any:
-        run, name = original(cfg), json.dumps(to_json(cfg))
+        (run, models), name = original(cfg), json.dumps(to_json(cfg))
         programs.setdefault(name, {field: getattr(run, field) for field in ("engine", "publisher", "update")})
-        return dataclasses.replace(run, **programs[name])
+        return dataclasses.replace(run, **programs[name]), models
 
     return cached
 

@@ -138,10 +138,10 @@ def test_a_frozen_draft_ends_with_the_accepted_length_of_its_twin(finished):
 def test_a_frozen_draft_stays_the_checkpoint_bit_for_bit(finished, set_up):
     config, _, trace = finished("frozen")
     _, graph, draft = load_draft(resolve_checkpoint(config.draft_checkpoint), training=config.draft)
-    run = set_up(config)
-    assert equal(run.models.draft, draft)
+    run, models = set_up(config)
+    assert equal(run.kept.draft, draft)
     assert len(trace.published_drafts) >= config.steps + 1
-    published = Publisher(run.models.policy_graph, graph).publish(run.models.policy, draft, PolicyVersion(0)).draft
+    published = Publisher(models.policy_graph, graph).publish(models.policy, draft, PolicyVersion(0)).draft
     assert all(equal(one, published) for one in trace.published_drafts)
 
 
@@ -153,8 +153,8 @@ def test_a_cotrained_draft_moves(finished):
 def test_a_run_leaves_its_cotrained_draft_in_the_published_layout_and_no_other(finished, set_up):
     config, run_dir, trace = finished("cotrained")
     cfg, graph, draft = load_draft(run_dir / "draft", training=config.draft)
-    policy = set_up(config).models
-    published = Publisher(policy.policy_graph, graph).publish(policy.policy, draft, PolicyVersion(0)).draft
+    models = set_up(config)[1]
+    published = Publisher(models.policy_graph, graph).publish(models.policy, draft, PolicyVersion(0)).draft
     assert cfg == config.draft and equal(published, trace.published_drafts[-1])
     assert not any((finished(arm).run_dir / "draft").exists() for arm in ("off", "frozen"))
 

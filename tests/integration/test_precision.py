@@ -60,11 +60,11 @@ def test_a_bfloat16_run_ends_tells_its_mismatch_and_resumes_bit_for_bit(config, 
         dc.train(config, stopped)
     monkeypatch.setattr(loop, "publish", publish)
     dc.train(config, stopped, resume=True)
-    run = set_up(config)
+    run, models = set_up(config)
     states = []
     for path in (whole, stopped):
         with Checkpointer(path, keep=2) as checkpoints:
-            states.append(start_or_resume(run, checkpoints, True))
+            states.append(start_or_resume(run, models, checkpoints, True))
     leaves = [[np.asarray(leaf) for leaf in jax.tree.leaves(state)] for state in states]
     for one, other in zip(*leaves, strict=True):
         assert one.tobytes() == other.tobytes()

@@ -17,6 +17,7 @@ from draftco_jax import loop
 from draftco_jax.checkpoint import Checkpointer
 from draftco_jax.errors import UserError
 from draftco_jax.run import resume_data, start_or_resume
+from draftco_jax.starting_weights import load_models
 
 ARMS = ("off", "frozen", "cotrained")
 
@@ -136,22 +137,29 @@ def test_bug_case_b69_losses_after_a_restore_are_those_before_the_save(finished,
 
     def losses(run, state):
         batch = loop.make_batch(run, loop.publish(run, state), next(run.prompts), 7)
-        return jax.device_get(run.update(state, batch, np.float32(1.0), None, run.models.draft)[1])
+        return jax.device_get(run.update(state, batch, np.float32(1.0), None, run.kept.draft)[1])
 
-    run, fresh = set_up(config), set_up(config)
+    (run, models), (fresh, others) = set_up(config), set_up(config)
     with Checkpointer(run_dir, 2) as saved, Checkpointer(tmp_path, 2) as again:
-        state = start_or_resume(run, saved, resume=True)
+        state = start_or_resume(run, models, saved, resume=True)
         again.save(state, run.key, resume_data(run))
+        assert int(state.step) == 6
         before = losses(run, state)
-        after = losses(fresh, start_or_resume(fresh, again, resume=True))
-        untrained = losses(set_up(config), start_or_resume(fresh, again, resume=False))
-    assert int(state.step) == 6 and before == after
+        after = losses(fresh, start_or_resume(fresh, others, again, resume=True))
+        untrained = losses(set_up(config)[0], start_or_resume(fresh, others, again, resume=False))
+    assert before == after
     assert before["policy/loss"] != untrained["policy/loss"] and before["draft/loss"] != untrained["draft/loss"]
 
 
-def test_another_starting_draft_is_refused(unfinished_copy, finished, set_up):
+def test_another_starting_draft_is_refused(unfinished_copy, finished, set_up, monkeypatch):
     config, run_dir = finished("frozen").config, unfinished_copy("frozen")
-    run = set_up(config)
-    run.models.draft["norm"]["weight"] *= 1.0001
+
+    def changed(cfg, key):
+        models = load_models(cfg, key)
+        models.draft["norm"]["weight"] *= 1.0001
+        return models
+
+    monkeypatch.setattr("draftco_jax.run.load_models", changed)
+    run, models = set_up(config)
     with Checkpointer(run_dir, 2) as checkpoints, pytest.raises(UserError, match="draft_checkpoint=.*no longer holds"):
-        start_or_resume(run, checkpoints, resume=True)
+        start_or_resume(run, models, checkpoints, resume=True)

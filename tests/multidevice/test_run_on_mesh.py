@@ -19,6 +19,9 @@ from draftco_jax.errors import UserError
 from draftco_jax.metrics import read_metrics
 from draftco_jax.models.hf_weights import load_policy
 from draftco_jax.run import Run, check_directory, set_up, start_or_resume
+from draftco_jax.starting_weights import Models, load_models
+from draftco_jax.training import train_layout
+from draftco_jax.training.update import make_update
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "grpo_arithmetic2_eagle3_cpu.py"
 # 15 sequences: rows are padded for every mesh here.
@@ -46,13 +49,15 @@ def small(*overrides: str) -> dc.RunConfig:
 
 @pytest.fixture(scope="module")
 def run_of():
-    """A run that has drawn no prompts yet; those of one config share their compiled programs."""
-    made = {}
+    """A run that has drawn no prompts yet, and its starting weights; those of one config share their compiled
+    programs."""
+    made: dict[dc.RunConfig, Run] = {}
 
-    def run(cfg: dc.RunConfig) -> Run:
+    def run(cfg: dc.RunConfig) -> tuple[Run, Models]:
         if cfg not in made:
-            made[cfg] = set_up(cfg)
-        return dataclasses.replace(made[cfg], prompts=PromptBatches(made[cfg].task, 3, cfg.seed))
+            made[cfg] = set_up(cfg)[0]
+        run = dataclasses.replace(made[cfg], prompts=PromptBatches(made[cfg].task, 3, cfg.seed))
+        return run, load_models(cfg, run.key)
 
     return run
 
@@ -131,36 +136,69 @@ def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(on_mesh, run
         train(cfg, tmp_path, stop_in_step=2)
     assert len(lines(tmp_path)) == 2
     assert train(cfg, tmp_path, resume=True) == wanted
-    run, states = run_of(cfg), []
+    (run, models), states = run_of(cfg), []
     for run_dir in (whole, tmp_path):
         with Checkpointer(run_dir, 2) as saved:
-            states.append(start_or_resume(run, saved, resume=True))
+            states.append(start_or_resume(run, models, saved, resume=True))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(states[0]), jax.tree.leaves(states[1]), strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b)), jax.tree_util.keystr(path)
     assert int(states[0].step) == 2
 
 
 def test_what_is_restored_lies_where_an_update_leaves_it(on_mesh, run_of):
-    run = run_of(small(*MESH))
+    run, models = run_of(small(*MESH))
     with Checkpointer(on_mesh[0], 2) as saved:
-        restored = start_or_resume(run, saved, resume=True)
+        restored = start_or_resume(run, models, saved, resume=True)
+    stages = restored.policy["stages"][0][0]["mlp"]["down_proj"]["kernel"]
+    assert stages.sharding.spec[0] == "stage" and stages.addressable_shards[0].data.shape[0] == 1
     batch = loop.make_batch(run, loop.publish(run, restored), next(run.prompts), 3)
     updated = run.update(restored, batch, jnp.float32(1.0), run.reference, run.twin)[0]
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(restored), jax.tree.leaves(updated), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), jax.tree_util.keystr(path)
     assert any("data" in leaf.sharding.spec for leaf in jax.tree.leaves(restored.policy_optimizer))
-    stages = restored.policy["stages"][0][0]["mlp"]["down_proj"]["kernel"]
-    assert stages.sharding.spec[0] == "stage" and stages.addressable_shards[0].data.shape[0] == 1
+
+
+@pytest.fixture(scope="module")
+def first_update(run_of, tmp_path_factory):
+    """The state of step 0, what else the first update of a run reads, and what it gives."""
+
+    def first(update_of=lambda run: run.update):
+        run, models = run_of(small(*MESH))
+        with Checkpointer(tmp_path_factory.mktemp("none"), 2) as saved:
+            state = start_or_resume(run, models, saved, resume=False)
+        batch = loop.make_batch(run, loop.publish(run, state), next(run.prompts), 1)
+        inputs = batch, jnp.float32(1.0), run.reference, run.twin
+        before = jax.tree.map(np.array, inputs)
+        updated = update_of(run)(state, *inputs)
+        jax.tree.map(np.testing.assert_array_equal, inputs, before)
+        return jax.tree.leaves(state._replace(step=None)), updated  # the host has read the step
+
+    return first
+
+
+def test_an_update_takes_the_memory_of_the_state_and_of_nothing_that_is_read_later(first_update):
+    """The first state may share memory of the first device with the starting weights, of which all else is made."""
+    state, updated = first_update()
+    assert all(leaf.is_deleted() for leaf in state)
+    assert int(updated[0].step) == 1
+
+
+@pytest.mark.slow  # compiles another update
+def test_an_update_is_bit_for_bit_the_one_that_leaves_the_state_as_it_is(first_update, monkeypatch):
+    monkeypatch.setattr(train_layout, "make_update", lambda *spec, donate: make_update(*spec, donate=not donate))
+    state, wanted = first_update(lambda run: run.layout.make_update(run.spec, run.optimizers))
+    assert not any(leaf.is_deleted() for leaf in state)
+    jax.tree.map(np.testing.assert_array_equal, first_update()[1], wanted)
 
 
 def test_the_policy_of_a_run_on_a_mesh_is_converted_layer_by_layer(on_mesh, run_of, tmp_path):
-    run = run_of(small(*MESH))
+    run, models = run_of(small(*MESH))
     with Checkpointer(on_mesh[0], 2) as saved:
-        policy = run.layout.gathered(start_or_resume(run, saved, resume=True).policy)
+        policy = run.layout.gathered(start_or_resume(run, models, saved, resume=True).policy)
     convert(str(on_mesh[0]), tmp_path / "out", Wishes())
     found = load_policy(tmp_path / "out" / "policy")[1]
     assert jax.tree.all(jax.tree.map(np.array_equal, found, policy))
-    trained, untrained = (tree["layers"][0]["mlp"]["down_proj"]["kernel"] for tree in (found, run.models.policy))
+    trained, untrained = (tree["layers"][0]["mlp"]["down_proj"]["kernel"] for tree in (found, models.policy))
     assert not np.array_equal(trained, untrained)
 
 

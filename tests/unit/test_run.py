@@ -16,7 +16,8 @@ from draftco_jax.errors import UserError
 from draftco_jax.models.functional import initialise
 from draftco_jax.models.hf_weights import load_policy, save_policy
 from draftco_jax.models.qwen3 import Qwen3Config
-from draftco_jax.run import check_directory, claim_directory, load_models, set_up
+from draftco_jax.run import check_directory, claim_directory, set_up
+from draftco_jax.starting_weights import load_models
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "grpo_arithmetic2_eagle3_cpu.py"
 
@@ -26,8 +27,18 @@ def make(*overrides: str) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def run():
+def made():
     return set_up(make())
+
+
+@pytest.fixture(scope="module")
+def run(made):
+    return made[0]
+
+
+@pytest.fixture(scope="module")
+def models(made):
+    return made[1]
 
 
 @pytest.mark.parametrize("there", ["nothing", "an empty folder"])
@@ -75,12 +86,12 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused_with_the_way_to_have_t
         set_up(make("mesh.stage=2", "mesh.data=2"))
 
 
-def test_without_checkpoints_weights_are_drawn_from_the_seed(run):
+def test_without_checkpoints_weights_are_drawn_from_the_seed(models):
     random = make("policy_checkpoint=none", "draft_checkpoint=none")
     first, again = (load_models(random, jax.random.key(0)) for _ in range(2))
     assert first.fingerprints == again.fingerprints
     other = load_models(random, jax.random.key(1)).fingerprints
-    assert all(other[part] != first.fingerprints[part] != run.models.fingerprints[part] for part in other)
+    assert all(other[part] != first.fingerprints[part] != models.fingerprints[part] for part in other)
     # The head of a draft that knows nothing is the policy's.
     head = first.draft["lm_head"]["kernel"]
     assert np.array_equal(head, first.policy["embed_tokens"].T)
@@ -92,13 +103,13 @@ def test_with_speculation_off_no_draft_is_read():
     assert models.fingerprints["draft"] == load_models(make("speculation=off"), jax.random.key(1)).fingerprints["draft"]
 
 
-def test_the_models_are_those_of_the_checkpoints(run, tmp_path):
-    save_policy(tmp_path, run.cfg.policy, run.models.policy)
+def test_the_models_are_those_of_the_checkpoints(run, models, tmp_path):
+    save_policy(tmp_path, run.cfg.policy, models.policy)
     cfg, policy = load_policy(tmp_path)
     assert cfg == run.cfg.policy
     again = load_models(make(f"policy_checkpoint={tmp_path}"), jax.random.key(5))
-    assert again.fingerprints == run.models.fingerprints
-    assert jax.tree.structure(policy) == jax.tree.structure(run.models.policy)
+    assert again.fingerprints == models.fingerprints == run.kept.fingerprints
+    assert jax.tree.structure(policy) == jax.tree.structure(models.policy)
 
 
 def test_a_policy_of_other_sizes_is_refused_with_each_of_them():
@@ -141,7 +152,7 @@ def test_a_rollout_that_outgrows_the_policy_is_refused(overrides, said):
 
 def test_a_rollout_that_just_fits_is_taken():
     # 7 of the prompt, 4 drafted: 512 - 11 are left.
-    assert set_up(make("rollout.max_new_tokens=501")).engine.shape.max_new_tokens == 501
+    assert set_up(make("rollout.max_new_tokens=501"))[0].engine.shape.max_new_tokens == 501
 
 
 def test_a_policy_with_too_few_tokens_for_the_task_is_refused():
@@ -166,14 +177,14 @@ def test_the_engine_has_room_for_the_task_and_stops_at_its_end(run):
     ("arm", "draft_length", "trained"), [("off", 0, False), ("frozen", 4, False), ("cotrained", 4, True)]
 )
 def test_an_arm_drafts_and_trains_what_it_should(arm, draft_length, trained):
-    run = set_up(make(f"speculation={arm}"))
+    run, _ = set_up(make(f"speculation={arm}"))
     assert run.draft_length == draft_length and run.cotrained == trained
     assert (run.optimizers.draft is not None) == trained
 
 
 def test_an_untrained_draft_is_a_fresh_one_each_run(run):
     fresh = run.untrained_draft()
-    assert jax.tree.structure(fresh) == jax.tree.structure(run.models.draft)
-    assert not np.array_equal(fresh["fc"]["kernel"], run.models.draft["fc"]["kernel"])
+    assert jax.tree.structure(fresh) == jax.tree.structure(run.kept.draft)
+    assert not np.array_equal(fresh["fc"]["kernel"], run.kept.draft["fc"]["kernel"])
     drawn = initialise(run.cfg.draft.build, run.key)[1]
     assert not np.array_equal(fresh["fc"]["kernel"], drawn["fc"]["kernel"])
