@@ -26,6 +26,7 @@ from draftco_jax.drafts.catalog import family_of
 from draftco_jax.errors import UserError
 from draftco_jax.loop import check_metrics
 from draftco_jax.metrics import MetricsWriter, Progress, read_metrics, read_summary, write_summary
+from draftco_jax.models.functional import Params
 from draftco_jax.models.transformer import count_parameters
 from draftco_jax.pretrain_config import Phase, PretrainConfig
 from draftco_jax.pretrain_setup import Pretraining, prepare, rollouts_of, set_up
@@ -51,7 +52,7 @@ def pretrain(cfg: PretrainConfig, run_dir: str | Path, *, resume: bool = False) 
     check_directory(cfg, run_dir, resume)
     if finished := read_summary(run_dir):
         return finished
-    setting = set_up(cfg)  # before anything is written: a config that cannot be set up leaves no directory
+    setting, loaded = set_up(cfg)  # before anything is written: a config that cannot be set up leaves no directory
     claim_directory(cfg, run_dir)
     with ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpointer(run_dir, cfg.checkpoint.keep))
@@ -61,11 +62,12 @@ def pretrain(cfg: PretrainConfig, run_dir: str | Path, *, resume: bool = False) 
         writer = stack.enter_context(MetricsWriter(run_dir, (first or -1) if resume else None))
         progress = stack.enter_context(Progress(cfg.total_steps, done_steps=first, title="pretrain-draft"))
         progress.stage("the policy's own rollouts")
-        run = prepare(setting, rollouts_of(setting, run_dir))
-        state = start_or_resume(run, checkpoints, first)
+        run, start = prepare(setting, loaded, rollouts_of(setting, run_dir))
+        state = start_or_resume(run, start, checkpoints, first)
+        del loaded, start  # the first step takes their memory
         if first == 0:
             progress.stage("first evaluation (compiles the rollout program)")
-            writer.write(StepReport(0, first_metrics(run)))
+            writer.write(StepReport(0, first_metrics(run, draft_of(state))))
         progress.stage("training")
         for phase in cfg.phases:
             state = train_phase(run, phase, state, checkpoints, writer, progress)
@@ -82,7 +84,10 @@ def train_phase(
     writer: MetricsWriter,
     progress: Progress,
 ) -> TrainState:
-    """The steps of a phase that are still to be taken; its first one starts with a fresh optimizer."""
+    """The steps of a phase that are still to be taken; its first one starts with a fresh optimizer.
+
+    They take the memory of `state`: what is returned replaces it.
+    """
     cfg, done = run.cfg, int(state.step)
     if done >= phase.last_step:
         return state
@@ -106,7 +111,7 @@ def train_phase(
         writer.write(StepReport(step, metrics))
         _show(progress, step, metrics)
         if _due(step, cfg.checkpoint.every_steps) or step == cfg.total_steps:
-            checkpoints.save(state, run.setting.key, run.starting_data())
+            checkpoints.save(state, run.setting.key, {"starting": run.starting})
     return state
 
 
@@ -120,14 +125,14 @@ def rows_of_step(rows: int, size: int, step: int, seed: int) -> Int64[np.ndarray
     return order[place * size : (place + 1) * size].astype(np.int64)
 
 
-def start_or_resume(run: Pretraining, checkpoints: Checkpointer, first: int) -> TrainState:
-    """The state of the checkpoint of step `first`, or step 0."""
+def start_or_resume(run: Pretraining, start: Params, checkpoints: Checkpointer, first: int) -> TrainState:
+    """The state of the checkpoint of step `first`, or step 0, made of the arrays of `start`."""
     phase = run.cfg.phases[0]
-    state = init_state(run.start, make_optimizer(phase.optimizer, phase.steps))
+    state = init_state(start, make_optimizer(phase.optimizer, phase.steps))
     if first == 0:
         return state
     restored = checkpoints.restore(first, state, run.setting.key)
-    for part, number in run.starting_data()["starting"].items():
+    for part, number in run.starting.items():
         if restored.data["starting"][part] != number:
             raise UserError(
                 f"the {part} are not those that checkpoint step {first} was trained with; put the files back, or "
@@ -136,9 +141,9 @@ def start_or_resume(run: Pretraining, checkpoints: Checkpointer, first: int) -> 
     return restored.state
 
 
-def first_metrics(run: Pretraining) -> dict[str, float]:
+def first_metrics(run: Pretraining, start: Params) -> dict[str, float]:
     """Step 0: the draft before training, a drawn one beside it, and what a reduced vocabulary leaves out."""
-    metrics = run.accepted_length(run.start)
+    metrics = run.accepted_length(start)
     metrics["eval/untrained_accepted_length"] = run.accepted_length(run.untrained())["eval/accepted_length"]
     if run.kept is not None:
         metrics["draft/mass_outside_vocabulary"] = mass_outside(run)
@@ -165,10 +170,10 @@ def finish(run: Pretraining, state: TrainState, run_dir: Path) -> dict[str, Any]
     adapted_from = cfg.steps if cfg.adaptation else None
     drawn = held_out_accepted_length(load_run(run_dir), cfg.draft_length, adapted_from)
     (run_dir / FIGURE_FILE).write_bytes(to_png(drawn.figure))
-    return summarise(run, read_metrics(run_dir))
+    return summarise(run, count_parameters(draft_of(state)), read_metrics(run_dir))
 
 
-def summarise(run: Pretraining, lines: list[dict[str, float]]) -> dict[str, Any]:
+def summarise(run: Pretraining, draft_parameters: int, lines: list[dict[str, float]]) -> dict[str, Any]:
     """Accepted lengths of the whole training and of its phases, and what they were made with."""
     lengths = {int(line["step"]): line["eval/accepted_length"] for line in lines if "eval/accepted_length" in line}
 
@@ -181,7 +186,7 @@ def summarise(run: Pretraining, lines: list[dict[str, float]]) -> dict[str, Any]
     outside = lines[0].get("draft/mass_outside_vocabulary")
     return {
         "family": family_of(cfg.draft).name,
-        "draft_parameters": count_parameters(run.start),
+        "draft_parameters": draft_parameters,
         "draft_length": cfg.draft_length,
         "accepted_length": {"untrained": lines[0]["eval/untrained_accepted_length"]} | between(0, cfg.total_steps),
         "phases": [

@@ -31,6 +31,9 @@ from draftco_jax.training.pretrain_draft import keep_rows, token_counts
 from draftco_jax.types import PackedBatch, PolicyVersion, ScoredRollouts
 from draftco_jax.weight_sync import Publisher
 
+Loaded = tuple[ModelGraph, Params]
+"""The draft of `draft_checkpoint`."""
+
 ROLLOUTS_FILE = "rollouts.npz"
 
 # Purposes of the root key, as in a run where both have them.
@@ -46,8 +49,6 @@ class Setting:
     task: Task
     policy_graph: ModelGraph
     policy: Params
-    loaded: tuple[ModelGraph, Params] | None
-    """The draft of `draft_checkpoint`."""
     evaluator: Evaluator
 
     def purpose(self, number: int) -> Array:
@@ -62,8 +63,8 @@ class Pretraining:
     setting: Setting
     data: PackedBatch
     draft_graph: ModelGraph
-    start: Params
-    """The draft before the first step."""
+    starting: dict[str, int]
+    """One number each for rollouts, policy, and the draft before the first step."""
     publisher: Publisher
     engine: Engine
 
@@ -96,14 +97,9 @@ class Pretraining:
         """Freshly drawn weights, to compare with."""
         return initialise(self.cfg.draft.build, self.setting.purpose(_UNTRAINED_KEY))[1]
 
-    def starting_data(self) -> dict[str, Any]:
-        """What a checkpoint remembers of where the training started."""
-        parts = {"rollouts": self.data, "policy": self.setting.policy, "draft": self.start}
-        return {"starting": {name: fingerprint(part) for name, part in parts.items()}}
 
-
-def set_up(cfg: PretrainConfig) -> Setting:
-    """Read what the config names, and refuse what cannot work."""
+def set_up(cfg: PretrainConfig) -> tuple[Setting, Loaded | None]:
+    """Read what the config names, and refuse what cannot work. The draft comes apart: training does not keep it."""
     key = jax.random.key(cfg.seed)
     family_of(cfg.draft).check_layout(cfg.draft)  # now, and not when the trained draft is to be written
     prompts = cfg.rollout.sequences // cfg.rollout.samples_per_prompt
@@ -111,7 +107,7 @@ def set_up(cfg: PretrainConfig) -> Setting:
     engine_shape(cfg, task)
     graph, policy = load_target(cfg, key)
     loaded = load_trained_draft(cfg.draft, cfg.draft_checkpoint) if cfg.draft_checkpoint else None
-    return Setting(cfg, key, task, graph, policy, loaded, Evaluator(held_out, cfg.evaluation.prompts))
+    return Setting(cfg, key, task, graph, policy, Evaluator(held_out, cfg.evaluation.prompts)), loaded
 
 
 def own_rollouts(setting: Setting) -> PackedBatch:
@@ -156,19 +152,20 @@ def rollouts_of(setting: Setting, run_dir: Path) -> PackedBatch:
     return data
 
 
-def prepare(setting: Setting, data: PackedBatch) -> Pretraining:
-    """The draft to start from, its vocabulary map, and the engine that evaluates it."""
+def prepare(setting: Setting, loaded: Loaded | None, data: PackedBatch) -> tuple[Pretraining, Params]:
+    """What the steps use (the draft's vocabulary map, the engine that evaluates it), and the draft to start from."""
     cfg, rows = setting.cfg, data.tokens.shape[0]
     if rows < cfg.batch_rows:
         raise UserError(f"batch_rows={cfg.batch_rows} must be <= {rows}, the packed rows of all rollouts; lower it")
     family_of(cfg.draft).check_batch(data, cfg.draft, WHOLE_ROWS)
-    graph, start = setting.loaded or _fresh_draft(setting, data)
+    graph, start = loaded or _fresh_draft(setting, data)
     start, dtype = cast_params(start, cfg.draft_compute.parameter_dtype), cfg.draft_compute.dtype
     publisher = Publisher(setting.policy_graph, graph, dtype)
     graphs = publisher.rollout_graphs(setting.policy, start)
     shape = engine_shape(cfg, setting.task)
     engine = Engine(*graphs, shape=shape, sampling=cfg.rollout.sampling, draft_dtype=dtype)
-    return Pretraining(setting, data, graph, start, publisher, engine)
+    starting = {"rollouts": fingerprint(data), "policy": fingerprint(setting.policy), "draft": fingerprint(start)}
+    return Pretraining(setting, data, graph, starting, publisher, engine), start
 
 
 def _fresh_draft(setting: Setting, data: PackedBatch) -> tuple[ModelGraph, Params]:

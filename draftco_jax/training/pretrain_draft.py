@@ -60,7 +60,10 @@ def draft_of(state: TrainState) -> Params:
 
 
 def make_step(spec: PretrainSpec, optimizer: optax.GradientTransformation) -> StepFn:
-    """Compile ``step(state, policy, batch) -> (state, metrics)``; metrics are float32 scalars."""
+    """Compile ``step(state, policy, batch) -> (state, metrics)``; metrics are float32 scalars.
+
+    The new state takes the memory of the old one, which cannot be read any more.
+    """
     family = family_of(spec.draft_cfg)
     assert family.loss is not None and family.denominator is not None, "families without weights are refused before"
     family_loss, family_denominator = family.loss, family.denominator
@@ -84,7 +87,7 @@ def make_step(spec: PretrainSpec, optimizer: optax.GradientTransformation) -> St
         metrics = {"draft/loss": loss, "draft/gradient_norm": optax.tree.norm(gradients)} | draft_metrics(report)
         return TrainState(state.step + 1, None, draft, state.policy_optimizer, moments), metrics
 
-    return jax.jit(step)
+    return jax.jit(step, donate_argnums=0)
 
 
 def draft_metrics(report: DraftReport) -> dict[str, Array]:

@@ -110,9 +110,9 @@ def test_every_family_learns_and_its_exported_draft_is_the_trained_one(name, fin
     assert load is not None
     found, _, _ = load(run_dir / "draft", config.draft)
     assert found == config.draft
-    again = set_up(replace(config, draft_checkpoint=str(run_dir / "draft")))
-    run = prepare(again, rollouts_of(again, run_dir))
-    assert run.accepted_length(run.start)["eval/accepted_length"] == lengths["end"]
+    again, trained = set_up(replace(config, draft_checkpoint=str(run_dir / "draft")))
+    run, start = prepare(again, trained, rollouts_of(again, run_dir))
+    assert run.accepted_length(start)["eval/accepted_length"] == lengths["end"]
 
 
 def test_bug_case_b13_draft_training_saves_and_evaluates_by_optimizer_steps_and_evaluation_changes_nothing(finished):
@@ -230,10 +230,10 @@ def test_rows_are_a_function_of_seed_and_step_and_an_epoch_repeats_none():
 
 def test_rollouts_have_stable_ids_and_one_answer_per_sample(finished):
     config, run_dir, _ = finished("eagle3")
-    again = rollouts_of(set_up(config), run_dir)
+    again = rollouts_of(set_up(config)[0], run_dir)
     assert sorted({int(i) for i in np.unique(again.sample_ids[again.segment_ids > 0])}) == list(range(64))
     other = finished("dspark")
-    assert fingerprint(again) == fingerprint(rollouts_of(set_up(other.config), other.run_dir))
+    assert fingerprint(again) == fingerprint(rollouts_of(set_up(other.config)[0], other.run_dir))
 
 
 @pytest.mark.parametrize(
@@ -283,8 +283,8 @@ def test_rollout_counts_must_divide():
 def test_more_rows_than_there_are_is_one_line_and_a_draft_of_other_sizes_leaves_no_directory(finished, tmp_path):
     config, whole, _ = finished("eagle3")
     with pytest.raises(UserError, match="batch_rows=65 must be <= 64, the packed rows"):
-        setting = set_up(replace(config, batch_rows=65))
-        prepare(setting, rollouts_of(setting, whole))
+        setting, loaded = set_up(replace(config, batch_rows=65))
+        prepare(setting, loaded, rollouts_of(setting, whole))
     other = replace(
         config, draft=replace(config.draft, passes=2, rope_theta=5.0), draft_checkpoint=str(whole / "draft")
     )

@@ -82,9 +82,11 @@ def test_pretraining_raises_acceptance_and_bug_case_b16_its_loss_is_that_of_the_
     context = TrainingContext(SamplingConfig(), 32, 4)
     spec = PretrainSpec(policy_graph=setup.spec.policy_graph, draft_cfg=cfg, kept=None, context=context)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), 60)
-    step, state = make_step(spec, optimizer), init_state(draft, optimizer)
+    step, state = make_step(spec, optimizer), init_state(jax.tree.map(jnp.copy, draft), optimizer)
     for _ in range(60):
-        state, metrics = step(state, policy, demonstrations)
+        given = state
+        state, metrics = step(given, policy, demonstrations)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
         seen.append({name: float(value) for name, value in metrics.items()})
     assert int(state.step) == 60 and state.policy is None
     first, last = [1.0 - seen[i]["draft/tv_position_1"] for i in (0, -1)]
