@@ -166,6 +166,9 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="of an update (default: 8)")
     parser.add_argument("--tap-stages", default="", metavar="K,K", help="virtual stages that make taps for the draft")
+    parser.add_argument(
+        "--tensor", type=int, default=1, metavar="T", help="tensor ranks that a draft is dealt out to (default: 1)"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it to FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
 
@@ -344,6 +347,7 @@ def _plan(options: argparse.Namespace) -> None:
         chunks=options.chunks,
         microbatches=options.microbatches,
         tap_stages=parse_stages(options.tap_stages),
+        tensor_ranks=options.tensor,
     )
     if options.svg:
         found.write_svg(options.svg)

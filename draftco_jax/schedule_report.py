@@ -69,7 +69,13 @@ class ScheduleReport:
 
 
 def plan_schedule(
-    name: ScheduleName, *, stages: int, chunks: int, microbatches: int, tap_stages: Sequence[int] = ()
+    name: ScheduleName,
+    *,
+    stages: int,
+    chunks: int,
+    microbatches: int,
+    tap_stages: Sequence[int] = (),
+    tensor_ranks: int = 1,
 ) -> ScheduleReport:
     """Make a schedule and find what it needs; what cannot be scheduled is a UserError.
 
@@ -79,10 +85,16 @@ def plan_schedule(
         chunks: of a stage.
         microbatches: of an update.
         tap_stages: virtual stages that make taps.
+        tensor_ranks: over which a draft on all stages is dealt out.
     """
+    if tensor_ranks < 1:
+        raise UserError(f"--tensor {tensor_ranks} must be >= 1, the ranks of the tensor axis; leave it out for 1")
     try:
         schedule = make_schedule(name, stages=stages, chunks=chunks, microbatches=microbatches)
-        depths = {k: {place: mailbox_depth(schedule, k, place) for place in get_args(Placement)} for k in tap_stages}
+        depths = {
+            k: {place: mailbox_depth(schedule, k, place, tensor_ranks) for place in get_args(Placement)}
+            for k in tap_stages
+        }
     except ValueError as error:
         raise UserError(str(error)) from error
     return ScheduleReport(schedule=schedule, mailbox_depths=depths)

@@ -1,12 +1,14 @@
 """What is counted for Qwen3-8B: the draft on the critical path, what it adds to an update, waiting for taps.
 
 Work is counted FLOPs (`planner.flops`) of one document a micro-batch, spread evenly over the devices that share it: the
-policy over stages, tensor and context ranks, a draft over context ranks, since every tensor rank has all of it (a
-second figure has it split like the policy). The policy's head is where the draft is: all on the last stage, as
-published, or a part of the tokens on each. Stages move in step, so times are ratios of FLOPs; only waiting for taps
-needs a rate and bandwidths, which are assumed.
+policy over stages, tensor and context ranks, a draft over context ranks, since every tensor rank has all of it. On all
+stages its micro-batches are dealt out over tensor ranks too; on the last stage every rank computes it (a second figure
+has it split like the policy). The policy's head is where the draft is: all on the last stage, as published, or a part
+of the tokens on each. Stages move in step, so times are ratios of FLOPs; only waiting for taps needs a rate and
+bandwidths, which are assumed.
 
-Letters: S stages, M micro-batches, f and b forward and backward of a stage, h the head with its loss, d the draft.
+Letters: S stages, T tensor ranks, M micro-batches, f and b forward and backward of a stage, h the head with its loss, d
+the draft.
 """
 
 from __future__ import annotations
@@ -55,42 +57,45 @@ def drafts() -> dict[str, DraftConfig]:
     }
 
 
-def stage_costs(stages: int, tokens: int, counting: Counting) -> tuple[Costs, float]:
+def stage_costs(stages: int, tokens: int, counting: Counting, tensor: int = TENSOR) -> tuple[Costs, float]:
     """f and b, and h, in FLOPs of one device; layers are spread evenly, in fractions if need be."""
     flops = policy_flops(POLICY, tokens, counting)
-    shared = TENSOR * CONTEXT
+    shared = tensor * CONTEXT
     layers = POLICY.num_hidden_layers / stages
     costs = Costs(forward=layers * flops.layer.forward / shared, backward=layers * flops.layer.backward / shared)
     return costs, flops.head.total / shared
 
 
-def draft_cost(cfg: DraftConfig, tokens: int, counting: Counting, *, split: bool) -> float:
-    """d, in FLOPs of one device; split: over tensor ranks too."""
-    return draft_flops(cfg, tokens, counting).total / (CONTEXT * (TENSOR if split else 1))
+def draft_cost(cfg: DraftConfig, tokens: int, counting: Counting) -> float:
+    """d, in FLOPs of one device."""
+    return draft_flops(cfg, tokens, counting).total / CONTEXT
 
 
 def critical_path_rows(stages: int, microbatches: int, tokens: int) -> list[dict[str, Any]]:
     """What the draft adds to the ticks of an update on S stages, by placement, over the update without it."""
     schedule = make_schedule("1f1b", stages=stages, microbatches=microbatches)
-    costs, head = stage_costs(stages, tokens, "needed")
     rows = []
-    for family, cfg in drafts().items():
-        cost = draft_cost(cfg, tokens, "needed", split=False)
-        row: dict[str, Any] = {"family": family} | added_shares(schedule, costs, head, cost)
-        last, everywhere = (draft_critical_path(schedule, cost, place, costs=costs) for place in PLACEMENTS)
-        rows.append(row | {"ratio": everywhere.added / last.added})
+    for tensor in (1, TENSOR):
+        costs, head = stage_costs(stages, tokens, "needed", tensor)
+        for family, cfg in drafts().items():
+            cost = draft_cost(cfg, tokens, "needed")
+            row: dict[str, Any] = {"family": family, "tensor": tensor}
+            row |= added_shares(schedule, costs, head, cost, tensor)
+            paths = (draft_critical_path(schedule, cost, place, tensor_ranks=tensor) for place in PLACEMENTS)
+            last, everywhere = paths
+            rows.append(row | {"ratio": everywhere.added / last.added})
     return rows
 
 
-def added_shares(schedule: Schedule, costs: Costs, head: float, draft: float) -> dict[str, float]:
+def added_shares(schedule: Schedule, costs: Costs, head: float, draft: float, tensor: int) -> dict[str, float]:
     """What the draft adds to an update over the update without it, by placement.
 
     In step every micro-batch costs the head on top of a stage's work: (M + S - 1)(f + b) + M h on the last stage and
-    h / S on all of them. A draft adds M d on the last stage, and d for each group of S micro-batches on all of them.
+    h / S on all of them. A draft adds M d on the last stage, and d for each round of S T micro-batches on all of them.
     """
     shares = {}
     for place in PLACEMENTS:
-        path = draft_critical_path(schedule, draft, place, costs=costs)
+        path = draft_critical_path(schedule, draft, place, costs=costs, tensor_ranks=tensor)
         of_head = head if place == "last_stage" else head / schedule.stages
         shares[place] = path.added / (path.without + schedule.microbatches * of_head)
     return shares
@@ -102,12 +107,13 @@ def overhead_rows(microbatches: int, tokens: int) -> list[dict[str, Any]]:
     rows = []
     for counting in get_args(Counting):
         costs, head = stage_costs(PAPER_STAGES, tokens, counting)
-        for split in (False, True):
-            for family, cfg in drafts().items():
-                cost = draft_cost(cfg, tokens, counting, split=split)
-                row: dict[str, Any] = {"family": family, "counting": counting, "draft_split_over_tensor": split}
-                row |= added_shares(schedule, costs, head, cost)
-                rows.append(row | {"paper": PAPER["update_overhead"].get(family), "target": TARGETS.get(family)})
+        for family, cfg in drafts().items():
+            cost = draft_cost(cfg, tokens, counting)
+            row: dict[str, Any] = {"family": family, "counting": counting}
+            row |= added_shares(schedule, costs, head, cost, TENSOR)
+            split = added_shares(schedule, costs, head, cost / TENSOR, TENSOR)["last_stage"]
+            row |= {"last_stage_split": split, "paper": PAPER["update_overhead"].get(family)}
+            rows.append(row | {"target": TARGETS.get(family)})
     return rows
 
 
@@ -125,7 +131,7 @@ def wait_rows(stages: int, microbatches: int, tokens: int, teraflops: float) -> 
     for family in ("eagle3", "dflash"):
         cfg = drafts()[family]
         made = [layout.stage_of(layer) for layer in cfg.tap_layers]
-        draft = draft_cost(cfg, tokens, "executed", split=False)
+        draft = draft_cost(cfg, tokens, "executed")
         costs = Costs(forward=work.forward / rate, backward=work.backward / rate, draft=draft / rate)
         for form in get_args(Form):
             share = tap_wait_share(

@@ -139,7 +139,7 @@ def temp_memory(axes: Axes, found: dict[str, Any]) -> None:
 
 def draft_critical_path(axes: Axes, found: dict[str, Any]) -> None:
     """What the draft adds to an update, by placement."""
-    rows = {row["family"]: row for row in found["draft_critical_path"]}
+    rows = {row["family"]: row for row in found["draft_critical_path"] if row["tensor"] == 1}
     _pairs(axes, [rows[name] for name in FAMILIES])
     axes.set_ylabel("added to an update without draft")
     ratio = found["draft_critical_path_all_over_last"]
@@ -181,10 +181,8 @@ def tap_wait(axes: Axes, found: dict[str, Any]) -> None:
 
 
 def headline_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the overheads: needed work, drafts as the program has them, whole on every tensor rank."""
-    return [
-        row for row in found["update_overhead"] if row["counting"] == "needed" and not row["draft_split_over_tensor"]
-    ]
+    """Of the overheads: needed work."""
+    return [row for row in found["update_overhead"] if row["counting"] == "needed"]
 
 
 def _pairs(axes: Axes, rows: list[dict[str, Any]]) -> None:

@@ -179,9 +179,9 @@ class Program:
         """
         total = self.plan.schedule.microbatches
         ticks = (total + self.stages - 1) / total
-        groups = len(self.plan.group_ends)
+        rounds = len(self.plan.round_ends)
         if self.plan.placement == "all_stages":
-            return 1.0 if self.plan.late or groups == 1 else (groups + 1) / groups
+            return 1.0 if self.plan.late or rounds == 1 else (rounds + 1) / rounds
         hops = [self.stages - 1 - made for made in self.plan.made_at if made != self.stages - 1]
         count = ticks * (self.stages - 1) * 4 / (len(hops) * FEATURE_BYTES)
         return {"direct": ticks, "relay": ticks * sum(hops) / len(hops), "host": count}[self.plan.mode]

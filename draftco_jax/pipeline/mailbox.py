@@ -5,15 +5,15 @@ the tables: a slot is written at the end of a tick and may be read in any later 
 places of the draft, with k the virtual stage that makes the taps:
 
     last_stage   read with the forward of the last virtual stage       min(S, K - 1 - k, M)
-    all_stages   read when all S microbatches of a group have passed   min(S + max(0, S - 1 - k), M)
+    all_stages   read when all S T microbatches of a round have passed   min(S T + max(0, S - 1 - k), M)
 
 For last_stage a ring lies on the last stage, and the last virtual stage needs none; for all_stages it lies on the
-source, which sends microbatch m to stage m mod S once the group has passed.
+source, which sends microbatch m to stage m mod S once the round has passed.
 
 Neither depth is enough for stages that are not in step and do not ask whether a slot is free: a source then runs ahead
 of the draft by more than the tables say.
 
-Letters: S stages, K virtual stages, M microbatches, n cases.
+Letters: S stages, K virtual stages, T tensor ranks that a draft is dealt out to, M microbatches, n cases.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ none     the same without asking
 """
 
 
-def mailbox_depth(schedule: Schedule, virtual_stage: int, placement: Placement = "last_stage") -> int:
+def mailbox_depth(
+    schedule: Schedule, virtual_stage: int, placement: Placement = "last_stage", tensor_ranks: int = 1
+) -> int:
     """Fewest slots in which no tap of this virtual stage is overwritten before it is read, by the tables.
 
-    0 for the last virtual stage and a draft on the last stage: it reads what was made in the same tick.
+    0 for the last virtual stage and a draft on the last stage: it reads what was made in the same tick. `tensor_ranks`
+    counts with the draft on all stages.
     """
     last = schedule.virtual_stages - 1
     if not 0 <= virtual_stage <= last:
@@ -52,9 +55,8 @@ def mailbox_depth(schedule: Schedule, virtual_stage: int, placement: Placement =
     passed = schedule.forward_ticks[:, last]
     if placement == "last_stage":
         return 0 if virtual_stage == last else ring_depth(schedule.forward_ticks[:, virtual_stage], passed)
-    ends = np.minimum(
-        np.arange(schedule.microbatches) // schedule.stages * schedule.stages + schedule.stages, len(passed)
-    )
+    size = schedule.stages * tensor_ranks
+    ends = np.minimum(np.arange(schedule.microbatches) // size * size + size, len(passed))
     return ring_depth(schedule.forward_ticks[:, virtual_stage], passed[ends - 1] + 1)
 
 

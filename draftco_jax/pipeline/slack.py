@@ -183,19 +183,20 @@ class DraftPath(NamedTuple):
 
 
 def draft_critical_path(
-    schedule: Schedule, draft_cost: float, placement: Placement, *, costs: Costs | None = None
+    schedule: Schedule, draft_cost: float, placement: Placement, *, costs: Costs | None = None, tensor_ranks: int = 1
 ) -> DraftPath:
     """What the draft adds to an update in ticks, in the unit of the costs: by default a stage's forward.
 
-    With last_stage each microbatch costs all stages d, since they wait for the last one. With all_stages a group of S
-    microbatches costs d once, all its drafts at the same time; a last group that is not full costs as much. So
-    all_stages adds ceil(M / S) / M of what last_stage does: 1 / S for whole groups.
+    With last_stage each microbatch costs all stages d, since they wait for the last one. With all_stages a round of S T
+    microbatches costs d once, all its drafts at the same time; a last round that is not full costs as much. So
+    all_stages adds ceil(M / S T) / M of what last_stage does: 1 / S T for whole rounds.
 
     Args:
         schedule: of the update.
         draft_cost: d, forward and backward of the draft on one microbatch.
         placement: where drafts train.
         costs: of the policy; their draft is not used.
+        tensor_ranks: T, over which all_stages deals the draft out.
     """
     costs = costs or Costs()
     shape = (schedule.microbatches, schedule.stages, schedule.chunks)
@@ -206,6 +207,6 @@ def draft_critical_path(
     if placement == "last_stage":
         return DraftPath(without, float(play(draft_cost).makespan[0]))
     passed = schedule.forward_ticks[:, -1]
-    group = np.arange(schedule.microbatches) // schedule.stages
-    ends = {int(passed[group == g].max()) for g in np.unique(group)}
+    rounds = np.arange(schedule.microbatches) // (schedule.stages * tensor_ranks)
+    ends = {int(passed[rounds == n].max()) for n in np.unique(rounds)}
     return DraftPath(without, without + draft_cost * len(ends))

@@ -38,8 +38,18 @@ class PipelineSpec:
         stages = self.layout.stages
         return -(-self.microbatches // stages) * stages
 
-    def plan(self, tap_layers: tuple[int, ...]) -> TapPlan:
-        """Schedule and route of the features."""
+    def plan(self, tap_layers: tuple[int, ...], *, tensor_axis: str | None = None, tensor_ranks: int = 1) -> TapPlan:
+        """Schedule and route of the features; the tensor axis, over whose ranks a draft on all stages is dealt out."""
         layout = self.layout
         schedule = make_schedule(self.schedule, stages=layout.stages, chunks=layout.chunks, microbatches=self.padded)
-        return TapPlan(layout, schedule, tap_layers, self.draft_placement, self.tap_mode, self.stamps)
+        dealt = tensor_ranks > 1 and self.draft_placement == "all_stages"
+        return TapPlan(
+            layout,
+            schedule,
+            tap_layers,
+            self.draft_placement,
+            self.tap_mode,
+            self.stamps,
+            tensor_axis=tensor_axis if dealt else None,
+            tensor_ranks=tensor_ranks if dealt else 1,
+        )

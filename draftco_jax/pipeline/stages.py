@@ -14,8 +14,7 @@ Everything runs inside one `shard_map`. Weights are typed as varying over all ax
 that no gradient is summed before the end. No permute stands under a condition that differs between stages; the head of
 the last stage stands under one, with collectives of the tensor axis alone.
 
-Letters: S stages, V chunks, K virtual stages, M micro-batches, G groups of S micro-batches, R rows of T tokens of a
-micro-batch, D width.
+Letters: S stages, V chunks, K virtual stages, M micro-batches, R rows of T tokens of a micro-batch, D width.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from jaxtyping import Array
 from draftco_jax.pipeline.host_staging import HostStaging
 from draftco_jax.pipeline.relay import Relay
 from draftco_jax.pipeline.schedule import Phase, Schedule
-from draftco_jax.pipeline.tap_channel import Letter, OnLast, Spread, TapPlan, Tick, sort_features
+from draftco_jax.pipeline.tap_channel import Letter, OnLast, Spread, TapPlan, Tick, first_of_group, sort_features
 from pallas_kernels.manual_axes import cast, varying_axes
 
 Tree = Any
@@ -135,7 +135,8 @@ def run_pipeline(
         program: the model.
         plan: schedule, layout, and the route of the features.
         axis: mesh axis of the stages.
-        axes: all mesh axes that micro-batches and stages differ over.
+        axes: all mesh axes that micro-batches and stages differ over; what the draft gives differs over the plan's
+            tensor axis too.
         head_placement: last_stage: the last stage alone makes the loss, and in a tick all others wait for it.
             all_stages: its output goes to all stages, a part of the tokens each, and their gradients come back.
     """
@@ -159,21 +160,39 @@ class _Pipeline:
         """The last virtual stage."""
         return self.schedule.virtual_stages - 1
 
+    @property
+    def draft_axes(self) -> frozenset[str]:
+        """All mesh axes that what the draft trains on differs over."""
+        return self.axes | ({self.plan.tensor_axis} - {None})
+
     def run(self) -> PipelineResult:
-        carry, groups, sent = self._start(), 0, None
-        in_groups = isinstance(carry.channel, Spread) and not self.plan.late
-        for phase in self.schedule.phases:
-            through_all = in_groups and self.plan.mode == "direct" and groups == len(self.plan.group_ends)
-            if through_all and sent is None:
-                sent = self._send(carry, jnp.int32(groups - 1))  # beside the ticks that are left
+        carry, rounds, sent = self._start(), 0, None
+        in_rounds = isinstance(carry.channel, Spread) and not self.plan.late
+        ends = self.plan.round_ends
+        for phase in self._stretches(ends) if in_rounds else self.schedule.phases:
+            if in_rounds and self.plan.mode == "direct" and rounds == len(ends) and sent is None:
+                sent = self._send(carry, jnp.int32(rounds - 1))  # beside the ticks that are left
             rows = self._rows(phase)
-            through = int(((self.plan.group_ends >= phase.start) & (self.plan.group_ends < phase.stop)).sum())
-            if in_groups and through:
-                carry = self._groups(carry, rows, phase, range(groups, groups + through))
+            through = int(((ends >= phase.start) & (ends < phase.stop)).sum()) if in_rounds else 0
+            if through:
+                carry = self._rounds(carry, rows, phase, range(rounds, rounds + through))
             else:
                 carry, _ = lax.scan(partial(self._tick, phase=phase), carry, rows)
-            groups += through
-        return self._train_late(carry, groups, sent)
+            rounds += through
+        return self._train_late(carry, sent)
+
+    def _stretches(self, ends: np.ndarray) -> list[Phase]:
+        """The phases, cut anew: ticks of a kind up to the end of a round; rounds of equal length are one stretch."""
+        found: list[Phase] = []
+        through = {int(end) + 1 for end in ends}
+        for _, same in groupby(self.schedule.phases, key=lambda phase: phase[2:]):
+            phases = list(same)
+            start, stop = phases[0].start, phases[-1].stop
+            cuts = sorted({start, stop} | {tick for tick in through if start < tick < stop})
+            for _, equal in groupby(pairwise(cuts), key=lambda cut: (cut[1] - cut[0], cut[1] in through)):
+                ticks = list(equal)
+                found.append(phases[0]._replace(start=ticks[0][0], stop=ticks[-1][1]))
+        return found
 
     def _start(self) -> _Carry:
         program, plan = self.program, self.plan
@@ -186,7 +205,8 @@ class _Pipeline:
         if program.draft is not None:
             channel = _kind_of(plan).empty(plan, act)
             features = jnp.zeros_like(jnp.broadcast_to(act, (plan.features, *act.shape)))
-            drafted = _zeros_of(jax.eval_shape(program.draft, features, m))
+            trained = cast(features, self.draft_axes), cast(m, self.draft_axes)
+            drafted = _zeros_of(jax.eval_shape(program.draft, *trained))
         gradients = lambda tree: jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), tree)  # noqa: E731
         result = PipelineResult(
             weights=gradients(program.weights),
@@ -196,7 +216,7 @@ class _Pipeline:
             head_maxima=_zeros_of(head.maxima),
             chunk_sums=jax.tree.map(over_chunks, _zeros_of(out.sums)),
             draft=drafted,
-            wrong_stamps=jnp.zeros_like(m),
+            wrong_stamps=cast(jnp.int32(0), self.draft_axes),
         )
         inputs = jnp.zeros_like(jnp.broadcast_to(act, (self.schedule.slots + 1, *act.shape)))
         return _Carry(act, act, inputs, result, channel)
@@ -310,64 +330,66 @@ class _Pipeline:
 
     # ---- the draft ----
 
-    def _groups(self, carry: _Carry, rows: _Row, phase: Phase, groups: range) -> _Carry:
-        """all_stages: the ticks of each group; then every stage trains on its micro-batch of it, or of the one before.
+    def _rounds(self, carry: _Carry, rows: _Row, phase: Phase, rounds: range) -> _Carry:
+        """all_stages: the ticks of each round; then every device trains on its micro-batch of it, or of the one before.
 
-        Training on the one before leaves the exchange all ticks of a group to hide behind.
+        Training on the one before leaves the exchange all ticks of a round to hide behind.
         """
         direct = self.plan.mode == "direct"
-        by_group = jax.tree.map(lambda table: table.reshape(len(groups), -1, *table.shape[1:]), rows)
+        by_round = jax.tree.map(lambda table: table.reshape(len(rounds), -1, *table.shape[1:]), rows)
 
         def body(carry: _Carry, step: tuple[Array, _Row]) -> tuple[_Carry, None]:
-            group, rows = step
-            sent = self._send(carry, group - 1) if direct and groups.stop > 1 else None
+            number, rows = step
+            sent = self._send(carry, number - 1) if direct and rounds.stop > 1 else None
             carry, _ = lax.scan(partial(self._tick, phase=phase), carry, rows)
             if not direct:
-                return carry._replace(
-                    result=self._train(carry.result, *self._own(self._send(carry, group), group))
-                ), None
+                own = self._own(self._send(carry, number), number)
+                return carry._replace(result=self._train(carry.result, *own)), None
             if sent is None:
                 return carry, None
             sent, carry = self._after(sent, carry)
             # The condition is the same on all devices, so permutes may stand under it.
-            train = lambda result: self._train(result, *self._own(sent, group - 1))  # noqa: E731
-            result = train(carry.result) if groups.start else lax.cond(group > 0, train, lambda r: r, carry.result)
+            train = lambda result: self._train(result, *self._own(sent, number - 1))  # noqa: E731
+            result = train(carry.result) if rounds.start else lax.cond(number > 0, train, lambda r: r, carry.result)
             return carry._replace(result=result), None
 
-        carry, _ = lax.scan(body, carry, (jnp.arange(groups.start, groups.stop, dtype=jnp.int32), by_group))
+        carry, _ = lax.scan(body, carry, (jnp.arange(rounds.start, rounds.stop, dtype=jnp.int32), by_round))
         return carry
 
-    def _send(self, carry: _Carry, group: Array) -> tuple[Letter, ...]:
-        """The features of a group go to where they are trained on."""
+    def _send(self, carry: _Carry, number: Array) -> tuple[Letter, ...]:
+        """The features of a round go to where they are trained on."""
         assert isinstance(carry.channel, Spread)
-        return carry.channel.send(self.plan, group, self.axis)
+        return carry.channel.send(self.plan, number, self.axis)
 
     def _after(self, sent: tuple[Letter, ...], carry: _Carry) -> tuple[tuple[Letter, ...], _Carry]:
         """The same; nothing of what was sent is read before the ticks that led to `carry` are over.
 
         Otherwise it would be put in order before them, and would have to arrive at once. The tie is a gradient: every
         backward changes it, and it is used later. One of the features' own type, since all that a barrier ties together
-        comes out as varying over all their axes.
+        comes out as varying over all their axes; where no weight has it, the order is the compiler's, and the same
+        numbers come out.
         """
         axes = varying_axes(sent[0].data)
         leaves, tree = jax.tree.flatten(carry.result.weights)
-        tie = next(i for i, leaf in enumerate(leaves) if varying_axes(leaf) == axes)  # norms are not split
+        tie = next((i for i, leaf in enumerate(leaves) if varying_axes(leaf) == axes), None)  # norms are not split
+        if tie is None:
+            return sent, carry
         sent, leaves[tie] = lax.optimization_barrier((sent, leaves[tie]))
         return sent, carry._replace(result=carry.result._replace(weights=jax.tree.unflatten(tree, leaves)))
 
-    def _own(self, sent: tuple[Letter, ...], group: Array) -> tuple[Letter, Array, Array]:
-        """This stage's micro-batch of a group: its features, its number, and that it trains."""
-        m = group * self.schedule.stages + lax.axis_index(self.axis)
-        return sort_features(self.plan, sent, self.axis), m, m >= 0
+    def _own(self, sent: tuple[Letter, ...], number: Array) -> tuple[Letter, Array, Array]:
+        """This device's micro-batch of a round: its features, its number, and whether there is one."""
+        m = first_of_group(self.plan, number) + lax.axis_index(self.axis)
+        return sort_features(self.plan, sent, self.axis), m, (m >= 0) & (m < self.schedule.microbatches)
 
-    def _train_late(self, carry: _Carry, groups: int, sent: tuple[Letter, ...] | None) -> PipelineResult:
-        """What is left to train on when all ticks are over; `sent`: the last group, if that is all."""
-        plan, channel = self.plan, carry.channel
+    def _train_late(self, carry: _Carry, sent: tuple[Letter, ...] | None) -> PipelineResult:
+        """What is left to train on when all ticks are over; `sent`: the last round, if that is all."""
+        plan, channel, rounds = self.plan, carry.channel, len(self.plan.round_ends)
         if isinstance(channel, Spread) and plan.late:
-            step = lambda result, g: (self._train(result, *self._own(self._send(carry, g), g)), None)  # noqa: E731
-            return lax.scan(step, carry.result, jnp.arange(groups, dtype=jnp.int32))[0]
+            step = lambda result, n: (self._train(result, *self._own(self._send(carry, n), n)), None)  # noqa: E731
+            return lax.scan(step, carry.result, jnp.arange(rounds, dtype=jnp.int32))[0]
         if isinstance(channel, Spread) and plan.mode == "direct":
-            last = jnp.int32(groups - 1)
+            last = jnp.int32(rounds - 1)
             sent, carry = (self._send(carry, last), carry) if sent is None else self._after(sent, carry)
             return self._train(carry.result, *self._own(sent, last))
         if isinstance(channel, OnLast) and plan.late:

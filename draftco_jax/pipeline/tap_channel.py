@@ -6,12 +6,14 @@ nothing that the next stage waits for depends on it, and no gradient comes back.
     all_stages   micro-batch m trains on stage m mod S. Once the S micro-batches of a group have passed the last stage,
                  stages exchange what they hold: for each distance d = 1 .. S - 1, stage s sends stage s + d the
                  features it made of that stage's micro-batch. Each feature crosses the network once, and no stage
-                 receives more than any other.
+                 receives more than any other. The ranks of the tensor axis hold the same features, so they take turns:
+                 T groups are a round, rank t exchanges and trains on the t-th of them, and a draft that is whole on
+                 every rank is still computed once a micro-batch.
     last_stage   every micro-batch trains on the last stage. Each source stage sends its features straight there.
 
 When a feature is sent:
 
-    direct       all_stages: a group later, beside the ticks of the next group; last_stage: in the tick that made it,
+    direct       all_stages: a round later, beside the ticks of the next round; last_stage: in the tick that made it,
                  into a ring of slots on the receiver
     hold         just before it is used; the source keeps it until then
     post         after all ticks: every feature is kept (memory grows with M), the oracle
@@ -23,8 +25,8 @@ Two more modes are baselines to compare with, not for training: `relay` and `hos
 
 Source: 2609.07108 (TapChannel, Eq. 5: bytes = features * activation, once each).
 
-Letters: S stages, V chunks, K virtual stages, M micro-batches, F features, J features that a virtual stage may make,
-R rows of T tokens, D width.
+Letters: S stages, V chunks, K virtual stages, T tensor ranks, M micro-batches, F features, J features that a virtual
+stage may make, R rows of L tokens, D width.
 """
 
 from __future__ import annotations
@@ -67,6 +69,10 @@ class TapPlan:
     stamps: bool = False
     depth_change: int = 0
     """Added to every depth: -1 is the negative control of the tests."""
+    tensor_axis: str | None = None
+    """all_stages: the axis whose ranks train on a group of micro-batches each; None: every rank trains on all."""
+    tensor_ranks: int = 1
+    """T, its size."""
 
     def __post_init__(self) -> None:
         """Refuse baselines where they do not go."""
@@ -74,6 +80,11 @@ class TapPlan:
             raise ValueError(
                 f"mode={self.mode} must have placement=last_stage and chunks=1, not {self.placement} and "
                 f"{self.layout.chunks}; use direct"
+            )
+        if self.tensor_ranks > 1 and (self.tensor_axis is None or self.placement != "all_stages"):
+            raise ValueError(
+                f"tensor_ranks={self.tensor_ranks} must be 1 with tensor_axis={self.tensor_axis} and "
+                f"placement={self.placement}; name the axis, with placement=all_stages"
             )
 
     @property
@@ -147,21 +158,28 @@ class TapPlan:
         between = self.layout.virtual_stages - 1 - virtual_stage - (self.mode == "hold")
         return max(min(self.layout.stages, between) + self.depth_change, 1)
 
+    @property
+    def round_size(self) -> int:
+        """S T, the micro-batches of a round."""
+        return self.layout.stages * self.tensor_ranks
+
     @cached_property
-    def group_ends(self) -> Int[np.ndarray, " G"]:
-        """Tick in which each group of S micro-batches has passed the last virtual stage."""
-        return self.schedule.forward_ticks[self.layout.stages - 1 :: self.layout.stages, -1]
+    def round_ends(self) -> Int[np.ndarray, " n"]:
+        """all_stages: tick in which each round has passed the last virtual stage; the last one need not be full."""
+        size, total = self.round_size, self.schedule.microbatches
+        last = np.append(np.arange(size, total, size), total) - 1
+        return self.schedule.forward_ticks[last, -1]
 
     @cached_property
     def held_depth(self) -> int:
-        """all_stages: slots of a stage's ring, so that none is written again before its group is sent.
+        """all_stages: slots of a stage's ring, so that none is written again before its round is sent.
 
-        Read off the schedule: the smallest d with forward(m + d, k) after the group of m is through, for all m and k.
+        Read off the schedule: the smallest d with forward(m + d, k) after the round of m is through, for all m and k.
         """
-        stages, total = self.layout.stages, self.schedule.microbatches
+        total = self.schedule.microbatches
         if self.late:
             return max(total + self.depth_change, 1)
-        ends = self.group_ends[np.arange(total) // stages]
+        ends = self.round_ends[np.arange(total) // self.round_size]
         safe = lambda d: (self.schedule.forward_ticks[d:] > ends[: total - d, None]).all()  # noqa: E731
         proven = next(d for d in range(1, total + 1) if d == total or safe(d))
         return max(proven + self.depth_change, 1)
@@ -175,11 +193,11 @@ class TapPlan:
 class Ring(NamedTuple):
     """Features of the last few micro-batches, micro-batch m in slot m mod depth; the slot after the last is trash."""
 
-    data: jax.Array  # [depth + 1, n, R, T, D]
+    data: jax.Array  # [depth + 1, n, R, L, D]
     stamps: jax.Array | None  # i32[depth + 1, n]
 
     @classmethod
-    def empty(cls, depth: int, features: int, like: Float[Array, "R T D"], *, stamps: bool) -> Ring:
+    def empty(cls, depth: int, features: int, like: Float[Array, "R L D"], *, stamps: bool) -> Ring:
         """Zeros, stamped as nothing."""
         axes = varying_axes(like)
         data = fresh((depth + 1, features, *like.shape), 0, like.dtype, axes)
@@ -211,7 +229,7 @@ class Ring(NamedTuple):
 class Letter(NamedTuple):
     """What is sent: features, and the number of their micro-batch."""
 
-    data: jax.Array  # [n, R, T, D]
+    data: jax.Array  # [n, R, L, D]
     stamps: jax.Array | None  # i32[n]
 
     @classmethod
@@ -251,7 +269,7 @@ class Spread(NamedTuple):
     held: Ring
 
     @classmethod
-    def empty(cls, plan: TapPlan, like: Float[Array, "R T D"]) -> Spread:
+    def empty(cls, plan: TapPlan, like: Float[Array, "R L D"]) -> Spread:
         """Before the first tick."""
         return cls(Ring.empty(plan.held_depth, plan.widest, like, stamps=plan.stamps))
 
@@ -261,19 +279,26 @@ class Spread(NamedTuple):
         at = jnp.asarray(plan.positions)[k]
         return Spread(self.held.write_some(tick.microbatch[stage], made, at, tick.active[stage]))
 
-    def send(self, plan: TapPlan, group: Int[Array, ""], axis: str) -> tuple[Letter, ...]:
-        """Each feature of a group in one hop to the stage of its micro-batch: this stage's own, and what arrives.
+    def send(self, plan: TapPlan, number: Int[Array, ""], axis: str) -> tuple[Letter, ...]:
+        """Each feature of a round in one hop to the stage of its micro-batch: this stage's own, and what arrives.
 
         Stages with equally many features send in one permute for each distance, so that features are sent and nothing
         else.
         """
         stages, stage = plan.layout.stages, lax.axis_index(axis)
-        letters = [self.held.read(group * stages + stage)]
+        first = first_of_group(plan, number)
+        letters = [self.held.read(first + stage)]
         for distance, count in plan.hops:
-            letter = self.held.read(group * stages + (stage + distance) % stages)
+            letter = self.held.read(first + (stage + distance) % stages)
             pairs = [(s, (s + distance) % stages) for s in range(stages) if len(plan.of_stage[s]) == count]
             letters.append(letter.pick(slice(0, count)).send(axis, pairs))
         return tuple(letters)
+
+
+def first_of_group(plan: TapPlan, number: Int[Array, ""]) -> Int[Array, ""]:
+    """The first micro-batch of this tensor rank's group in a round; of the last round some may have none."""
+    turn = 0 if plan.tensor_axis is None else lax.axis_index(plan.tensor_axis)
+    return (number * plan.tensor_ranks + turn) * plan.layout.stages
 
 
 def sort_features(plan: TapPlan, letters: tuple[Letter, ...], axis: str) -> Letter:
@@ -301,7 +326,7 @@ class OnLast(NamedTuple):
     arrived: tuple[Letter, ...]  # hold: what was sent for the next tick
 
     @classmethod
-    def empty(cls, plan: TapPlan, like: Float[Array, "R T D"]) -> OnLast:
+    def empty(cls, plan: TapPlan, like: Float[Array, "R L D"]) -> OnLast:
         """Before the first tick."""
         depth = lambda k: plan.schedule.microbatches if plan.late else plan.depth(k)  # noqa: E731
         boxes = [Ring.empty(depth(k), len(found), like, stamps=plan.stamps) for k, found in plan.waiting]

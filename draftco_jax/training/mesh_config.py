@@ -51,13 +51,13 @@ class MeshConfig:
     chunks: int = 1
     """V: stretches of layers that a stage holds; more than one is an interleaved schedule."""
     microbatches: int | None = None
-    """M: groups that the rows of a device go through the stages in; none: as many as stages. Without stages, gradients
-    are summed over so many groups one after the other."""
+    """M: groups that the rows of a device go through the stages in; none: stage x tensor, so that each device of both
+    trains the draft on one. Without stages, gradients are summed over so many groups one after the other."""
     layers_per_stage: tuple[int, ...] | None = None
     """Layers of each of the stage x chunks stretches; none: as even as can be."""
     schedule: ScheduleName = "1f1b"
     draft_placement: Placement = "all_stages"
-    """Where the draft trains: micro-batch m on stage m mod S, or all of them on the last stage."""
+    """Where the draft trains: dealt out over stages and tensor ranks, or all of it on the last stage."""
     head_placement: HeadPlacement = "all_stages"
     """Where the policy's loss is made: a part of the tokens on every stage, or all of them on the last."""
     tap_mode: TapMode = "direct"
@@ -114,7 +114,7 @@ class MeshConfig:
     @property
     def micro_batches(self) -> int:
         """M."""
-        return self.microbatches or self.stage
+        return self.microbatches or (self.stage * self.tensor if self.stage > 1 else 1)
 
     @property
     def row_groups(self) -> int:

@@ -11,7 +11,7 @@ Letters: R rows of T tokens of this device, M micro-batches of r rows, D width, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Key
 
+from draftco_jax.context_parallel import PackedRows
 from draftco_jax.drafts.base import Target, TrainingContext
 from draftco_jax.losses.experts import expert_metrics
 from draftco_jax.models.calls import PackedCall
@@ -70,9 +71,10 @@ def pipelined_gradients(
     As `objective`, but for `reference`: the log-probs of the label of each index by the policy of the penalty.
     Gradients come out summed over rows, context and stages, and split as `specs` says (`sum_gradient`).
     """
-    pipeline = spec.pipeline
+    pipeline, tensor = spec.pipeline, spec.packed.tensor_axis
     assert pipeline is not None
-    plan = pipeline.plan(spec.tap_layers)
+    ranks = 1 if tensor is None else lax.axis_size(tensor)
+    plan = pipeline.plan(spec.tap_layers, tensor_axis=tensor, tensor_ranks=ranks)
     update = _Update(spec, pipeline, plan, params, batch, counts, reference, frozen_draft, key, specs)
     return update.gradients(draft_loss_weight)
 
@@ -92,6 +94,14 @@ class _Update:
     key: Array
     specs: dict[str, Params]  # of the summed gradients
 
+    @property
+    def of_draft(self) -> PackedRows:
+        """All devices that train the draft on rows of their own: tensor ranks too, where it is dealt out to them."""
+        everywhere, tensor = self.spec.everywhere, self.plan.tensor_axis
+        if tensor is None:
+            return everywhere
+        return replace(everywhere, row_axes=(*everywhere.row_axes, tensor), tensor_axis=None)
+
     def gradients(self, draft_loss_weight: Array) -> tuple[dict[str, Params], dict[str, Array]]:
         spec = self.spec
         everywhere = spec.everywhere
@@ -108,14 +118,14 @@ class _Update:
         part = result.draft
         if part is not None:
             if "draft" in self.params:
-                loss, report = everywhere.total((part.loss, part.report))
+                loss, report = self.of_draft.total((part.loss, part.report))
                 weighed = jax.tree.map(lambda g: draft_loss_weight * g, part.gradients)
-                gradients["draft"] = self._summed("draft", weighed)
+                gradients["draft"] = self._summed("draft", weighed, self.of_draft)
                 metrics |= {"draft/loss": loss} | draft_metrics("draft", report, with_losses=True)
             if part.frozen is not None:
-                metrics |= draft_metrics("frozen_draft", everywhere.total(part.frozen), with_losses=False)
+                metrics |= draft_metrics("frozen_draft", self.of_draft.total(part.frozen), with_losses=False)
             if self.pipeline.stamps:
-                metrics["pipeline/wrong_stamps"] = everywhere.total(result.wrong_stamps.astype(jnp.float32))
+                metrics["pipeline/wrong_stamps"] = self.of_draft.total(result.wrong_stamps.astype(jnp.float32))
         return gradients, metrics
 
     def _program(self) -> tuple[StageProgram, StagedDecoder]:
@@ -170,10 +180,11 @@ class _Update:
         embedding, head = result.embedding, dict(result.head)
         if "embed_tokens" in head:
             embedding = embedding + head.pop("embed_tokens")
-        return self._summed("policy", {"embed_tokens": embedding, "stages": nnx.to_pure_dict(result.weights)} | head)
+        policy = {"embed_tokens": embedding, "stages": nnx.to_pure_dict(result.weights)} | head
+        return self._summed("policy", policy, self.spec.everywhere)
 
-    def _summed(self, group: str, gradients: Params) -> Params:
-        axes = frozenset(self.spec.everywhere.axes)
+    def _summed(self, group: str, gradients: Params, over: PackedRows) -> Params:
+        axes = frozenset(over.axes)
         one = lambda param, gradient, spec: sum_gradient(gradient, param, spec, axes)  # noqa: E731
         return jax.tree.map(one, self.params[group], gradients, self.specs[group])
 
@@ -258,7 +269,7 @@ class _DraftCall:
         spec, packed = update.spec, update.spec.packed
         tables = (self.policy.embed_tokens[...].astype(spec.draft_dtype), self.policy.head_kernel())
         embedding, head = whole(tables[0], packed.tensor_axis, dim=0), whole(tables[1], packed.tensor_axis, dim=1)
-        trained, frozen = spec.everywhere.varying((update.params.get("draft"), update.frozen_draft))
+        trained, frozen = update.of_draft.varying((update.params.get("draft"), update.frozen_draft))
 
         def loss(draft: Params, target: Target, batch: PackedBatch) -> tuple[Array, Any]:
             context: TrainingContext = spec.context
@@ -269,7 +280,7 @@ class _DraftCall:
             *taps, final = features
             side_by_side = jnp.concatenate(taps, axis=-1) if taps else final[..., :0]
             target = Target(side_by_side.astype(spec.draft_dtype), self.policy.norm(final), head, embedding)
-            target = jax.lax.stop_gradient(target)
+            target = update.of_draft.varying(jax.lax.stop_gradient(target))
             zero = jnp.zeros_like(final[0, 0, 0], jnp.float32)
             part = DraftPart(zero, None, None, None)
             if trained is not None:

@@ -85,27 +85,31 @@ def test_overheads_are_those_of_played_updates():
     """A head and a draft after each forward of the last stage, in ticks, by the event model."""
     microbatches, tokens = 6, 2048
     rows = counts.overhead_rows(microbatches, tokens)
-    assert len(rows) == 2 * 2 * len(counts.drafts())
+    assert len(rows) == 2 * len(counts.drafts())
     for row in rows:
         costs, head = counts.stage_costs(2, tokens, row["counting"])
         cfg = counts.drafts()[row["family"]]
-        draft = counts.draft_cost(cfg, tokens, row["counting"], split=row["draft_split_over_tensor"])
+        draft = counts.draft_cost(cfg, tokens, row["counting"])
 
         def played(after, costs=costs):
             own = type(costs)(forward=costs.forward, backward=costs.backward, draft=after)
             return float(timeline("lockstep", stages=2, microbatches=microbatches, costs=own).makespan[0])
 
         assert row["last_stage"] == pytest.approx(played(head + draft) / played(head) - 1, rel=1e-9)
-        # Three groups of two: half the head in every tick, and a draft for each group.
-        assert row["all_stages"] == pytest.approx((played(head / 2 + draft / 2) / played(head / 2)) - 1, rel=1e-9)
+        assert row["last_stage_split"] == pytest.approx(played(head + draft / 2) / played(head) - 1, rel=1e-9)
+        # Six micro-batches in rounds of two stages by two tensor ranks, the last not full: a draft for each round.
+        drafts = 2 / microbatches * draft
+        assert row["all_stages"] == pytest.approx((played(head / 2 + drafts) / played(head / 2)) - 1, rel=1e-9)
 
 
 def test_a_draft_on_all_stages_is_a_quarter_on_four():
     found = counts.counted(4, 8, 20_480, 400.0)
     assert found["draft_critical_path_all_over_last"] == pytest.approx(0.25)
     assert found["draft_critical_path_all_over_last"] <= found["targets"]["draft_critical_path_all_over_last"]
-    for row in counts.critical_path_rows(4, 5, 20_480):
-        assert row["ratio"] == pytest.approx(2 / 5), "a group that is not full costs as much"
+    rows = counts.critical_path_rows(4, 9, 20_480)
+    assert {row["tensor"] for row in rows} == {1, 2}
+    for row in rows:
+        assert row["ratio"] == pytest.approx({1: 3 / 9, 2: 2 / 9}[row["tensor"]]), "what is not full costs as much"
 
 
 def test_waiting_falls_with_bandwidth_and_an_ideal_channel_waits_least():
@@ -117,7 +121,7 @@ def test_waiting_falls_with_bandwidth_and_an_ideal_channel_waits_least():
     # direct: sends of three ticks without a backward have nothing to hide behind; two features on one stage, 84 MB each
     tick = 4 * counts.stage_costs(4, 20_480, "executed")[0].forward / 400e12
     seconds = 2 * 20_480 / 2 * 4096 * 2 / 400e9
-    draft = counts.draft_cost(counts.drafts()["dflash"], 20_480, "executed", split=False) / 400e12
+    draft = counts.draft_cost(counts.drafts()["dflash"], 20_480, "executed") / 400e12
     expected = 3 * seconds / (11 * tick + 8 * draft + 3 * seconds)
     assert rows["dflash", "lockstep_direct"][-1] == pytest.approx(expected, rel=1e-6)
 

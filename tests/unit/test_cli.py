@@ -30,6 +30,7 @@ OPTIONS = {
         "--chunks",
         "--microbatches",
         "--tap-stages",
+        "--tensor",
         "--svg",
         "--json",
     },

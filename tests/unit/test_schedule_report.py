@@ -49,6 +49,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
         (["plan", "--draw-schedule", "--stages", "0"], "stages=0 must be >= 1"),
         (["plan", "--draw-schedule", "--tap-stages", "0,4"], "virtual_stage=4 must be in 0..3"),
         (["plan", "--draw-schedule", "--tap-stages", "a"], "--tap-stages a must be numbers"),
+        (["plan", "--draw-schedule", "--tensor", "0"], "--tensor 0 must be >= 1"),
         (["plan", "--draw-schedule", "--svg", "no/such/folder/a.svg"], "--svg no/such/folder/a.svg cannot be written"),
     ],
 )

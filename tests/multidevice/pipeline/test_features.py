@@ -48,7 +48,7 @@ def arrivals(plan: TapPlan, weights, starts):
     stacked = jnp.stack([weights[jnp.array(entries[e])] for e in range(layout.virtual_stages)])
 
     def on_device(weights, starts):
-        axes = frozenset({"stage"})
+        axes, trains = frozenset({"stage"}), ("stage", *([plan.tensor_axis] if plan.tensor_axis else []))
         starts = cast(starts, axes)
         padded = jnp.pad(starts, ((0, plan.schedule.microbatches - count), *((0, 0),) * 3))
 
@@ -78,10 +78,10 @@ def arrivals(plan: TapPlan, weights, starts):
             draft=draft,
         )
         result = run_pipeline(program, plan, axis="stage", axes=axes)
-        return jax.lax.psum((result.draft, result.wrong_stamps), "stage")
+        return jax.lax.psum((result.draft, result.wrong_stamps), trains)
 
     whole = PartitionSpec()
-    mesh = make_mesh({"stage": layout.stages})
+    mesh = make_mesh({"stage": layout.stages} | ({} if plan.tensor_axis is None else {"tensor": plan.tensor_ranks}))
     run = jax.shard_map(on_device, mesh=mesh, in_specs=(PartitionSpec("stage"), whole), out_specs=whole)
     (seen, trained), wrong = jax.jit(run)(stacked, starts)
     return np.asarray(seen)[:count], np.asarray(trained), int(wrong)
@@ -113,6 +113,21 @@ def test_bug_cases_b57_b58_what_arrives_is_what_was_made_of_its_own_micro_batch(
     assert (trained == 1).all(), "each micro-batch is trained on once"
 
 
+@pytest.mark.parametrize("mode", ["direct", "hold", "post"])
+@pytest.mark.parametrize(
+    ("stages", "tensor", "chunks", "count"), [(2, 2, 1, 8), (2, 3, 1, 9), (2, 2, 2, 10), (1, 4, 1, 6), (4, 2, 1, 3)]
+)
+def test_features_dealt_out_over_tensor_ranks_arrive_once(mode, stages, tensor, chunks, count):
+    """Whole rounds; a last one that lacks groups; chunks; one stage; fewer micro-batches than devices."""
+    taps = (1, 4, 5, 6)
+    plan = plan_of(stages, chunks, count, taps, 8, "all_stages", mode, tensor_axis="tensor", tensor_ranks=tensor)
+    weights, starts = model(8, count)
+    seen, trained, wrong = arrivals(plan, weights, starts)
+    np.testing.assert_array_equal(seen, plain(weights, starts, taps))
+    assert wrong == 0
+    assert (trained == 1).all(), "each micro-batch is trained on once, by one device"
+
+
 @pytest.mark.parametrize("mode", ["relay", "host"])
 @pytest.mark.parametrize(("stages", "count", "taps"), [(4, 8, (1, 4, 5, 6)), (4, 5, (3, 7)), (2, 4, ())])
 def test_the_baselines_bring_the_same(mode, stages, count, taps):
@@ -134,11 +149,19 @@ def test_baselines_are_refused_where_they_do_not_go():
         plan_of(4, 1, 8, (1,), 8, "all_stages", "relay")
     with pytest.raises(ValueError, match="mode=host must have placement=last_stage and chunks=1, not last_stage and 2"):
         plan_of(2, 2, 8, (1,), 8, "last_stage", "host")
+    with pytest.raises(ValueError, match="tensor_ranks=2 must be 1 with tensor_axis=tensor and placement=last_stage"):
+        plan_of(2, 1, 8, (1,), 8, "last_stage", "direct", tensor_axis="tensor", tensor_ranks=2)
 
 
-@pytest.mark.parametrize(("placement", "mode"), [route for route in ROUTES if route[1] != "post"])
-def test_a_ring_one_slot_too_small_is_seen_by_its_stamps(placement, mode):
-    plan = plan_of(4, 1, 8, (1, 4, 5, 6), 8, placement, mode, depth_change=-1)
+@pytest.mark.parametrize(
+    ("placement", "mode", "stages", "dealt"),
+    [
+        *((placement, mode, 4, {}) for placement, mode in ROUTES if mode != "post"),
+        ("all_stages", "direct", 2, {"tensor_axis": "tensor", "tensor_ranks": 2}),
+    ],
+)
+def test_a_ring_one_slot_too_small_is_seen_by_its_stamps(placement, mode, stages, dealt):
+    plan = plan_of(stages, 1, 8, (1, 4, 5, 6), 8, placement, mode, depth_change=-1, **dealt)
     weights, starts = model(8, 8)
     seen, _, wrong = arrivals(plan, weights, starts)
     assert wrong > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -28,9 +30,10 @@ def made(name, stages, chunks, microbatches):
     return make_schedule(name, stages=stages, chunks=chunks, microbatches=microbatches)
 
 
-def wrong_reads(schedule, k: int, placement: str, depth: int) -> int:
+def wrong_reads(schedule, k: int, placement: str, depth: int, tensor: int = 1) -> int:
     """Ticks walked one by one: reads come first, then the writes of the tick go into their slots."""
     slots: dict[int, int] = {}
+    size = schedule.stages * tensor
     wrong = 0
     due: list[int] = []
     for t in range(schedule.ticks):
@@ -41,8 +44,8 @@ def wrong_reads(schedule, k: int, placement: str, depth: int) -> int:
             passed = schedule.forward_tick(m, schedule.virtual_stages - 1) == t
             if passed and placement == "last_stage":
                 wrong += slots.get(m % depth) != m
-            elif passed and (m % schedule.stages == schedule.stages - 1 or m == schedule.microbatches - 1):
-                due = list(range(m - m % schedule.stages, m + 1))
+            elif passed and (m % size == size - 1 or m == schedule.microbatches - 1):
+                due = list(range(m - m % size, m + 1))
         for m in range(schedule.microbatches):
             if schedule.forward_tick(m, k) == t:
                 slots[m % depth] = m
@@ -57,8 +60,9 @@ def test_depths_are_the_closed_forms(name, stages, chunks, microbatches):
     last = stages * chunks - 1
     for k in range(last + 1):
         assert mailbox_depth(schedule, k) == min(stages, last - k, microbatches)
-        held = min(stages + max(0, stages - 1 - k), microbatches)
-        assert mailbox_depth(schedule, k, "all_stages") == held
+        for tensor in (1, 2, 3):
+            held = min(stages * tensor + max(0, stages - 1 - k), microbatches)
+            assert mailbox_depth(schedule, k, "all_stages", tensor) == held
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -68,10 +72,10 @@ def test_depths_are_the_closed_forms(name, stages, chunks, microbatches):
 )
 def test_a_depth_is_enough_and_one_less_is_not(name, stages, chunks, microbatches, placement):
     schedule = made(name, stages, chunks, microbatches)
-    for k in range(stages * chunks - (placement == "last_stage")):
-        depth = mailbox_depth(schedule, k, placement)
-        assert wrong_reads(schedule, k, placement, depth) == 0
-        assert depth == 1 or wrong_reads(schedule, k, placement, depth - 1) > 0
+    for k, tensor in itertools.product(range(stages * chunks - (placement == "last_stage")), (1, 2)):
+        depth = mailbox_depth(schedule, k, placement, tensor)
+        assert wrong_reads(schedule, k, placement, depth, tensor) == 0
+        assert depth == 1 or wrong_reads(schedule, k, placement, depth - 1, tensor) > 0
 
 
 def random_shape(rng):

@@ -171,6 +171,13 @@ def test_a_draft_on_all_stages_adds_a_stage_th(stages, microbatches, ratio):
     assert spread.added / last.added == pytest.approx(ratio) and ratio <= 0.3
 
 
+@pytest.mark.parametrize(("tensor", "rounds"), [(2, 2), (3, 1), (4, 1)])
+def test_a_draft_dealt_out_over_tensor_ranks_adds_one_a_round(tensor, rounds):
+    schedule = make_schedule("1f1b", stages=4, microbatches=12)
+    assert draft_critical_path(schedule, 0.5, "all_stages", tensor_ranks=tensor).added == pytest.approx(0.5 * rounds)
+    assert draft_critical_path(schedule, 0.5, "last_stage", tensor_ranks=tensor).added == pytest.approx(6.0)
+
+
 @pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 3), ("gpipe", 2)])
 def test_the_draft_costs_the_same_in_other_schedules(name, chunks):
     schedule = make_schedule(name, stages=4, chunks=chunks, microbatches=8)
