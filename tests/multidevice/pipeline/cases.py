@@ -111,6 +111,17 @@ class Setup:
         batch = jax.tree.map(jnp.asarray, batch)
         return self._alone(self.params(self.policy), batch, self.weight, reference, frozen, self.key)
 
+    def rounding(self, batch, moves=4) -> dict[str, float]:
+        """What half a unit in the last place of the weights does to each gradient on one device, by path."""
+        wanted, batch, worst = self.alone(batch)[0], jax.tree.map(jnp.asarray, batch), {}
+        for seed in range(moves):
+            rng = np.random.default_rng(seed)
+            up = lambda x, rng=rng: x * (1 + rng.choice([-1, 1], x.shape) * 2.0**-24).astype(np.float32)  # noqa: E731
+            moved = self.params(jax.tree.map(up, jax.device_get(self.policy)))
+            got = self._alone(moved, batch, self.weight, None, None, self.key)[0]
+            worst = {path: max(value, worst.get(path, 0.0)) for path, value in differences(got, wanted).items()}
+        return worst
+
     def staged(self, sizes, *, chunks=1, microbatches, counts=None, packed=None, **changes):
         """Gradients (in the tree of one device) and metrics over a mesh of these sizes; a function of the batch."""
         mesh = make_mesh(sizes)

@@ -65,10 +65,12 @@ def mamba(cases):
     )
 
 
-def same(cases, got, wanted):
+def same(cases, got, wanted, rounding=None):
+    """Gradients within `CLOSE`, or within what rounding weights does to one device where that is more."""
     (gradients, metrics), (known_gradients, known) = got, wanted
-    worst = cases.differences(gradients, known_gradients)
-    assert max(worst.values()) < CLOSE, max(worst.items(), key=lambda item: item[1])
+    worst, rounding = cases.differences(gradients, known_gradients), rounding or {}
+    over = {path: value for path, value in worst.items() if value >= max(CLOSE, rounding.get(path, 0.0))}
+    assert not over, over
     assert metrics.keys() == known.keys()
     for name, value in known.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=3e-6, err_msg=name)
@@ -94,14 +96,20 @@ def test_experts_over_their_own_axis_equal_one_device(cases):
     ids=["delta net", "mamba, uneven"],
 )
 def test_hybrids_equal_one_device(cases, policy, sizes, counts):
-    """Stages whose layers differ in kind and number: some pass slots of the common program."""
+    """Stages whose layers differ in kind and number: some pass slots of the common program.
+
+    Some gradients of a delta net are ill-conditioned: on one device, half a unit in the last place of the weights moves
+    that of `in_proj_b` by 1e-5 to 2e-5 of its largest entry.
+    """
     policy = policy(cases)
     setup = cases.Setup(
         policy, cases.draft_configs(policy)["mtp"], compute=ComputeConfig(remat="attention"), factor=4.0
     )
     batch = cases.batch_of_rows(2)
     run = setup.staged(sizes, microbatches=2, counts=counts)
-    same(cases, run(batch), setup.alone(batch))
+    rounding = setup.rounding(batch)
+    assert max(rounding.values()) < 1e-4
+    same(cases, run(batch), setup.alone(batch), rounding)
 
 
 def test_the_balance_loss_is_that_of_each_micro_batch_weighed_by_its_tokens(cases):
