@@ -118,12 +118,12 @@ class _Update:
         part = result.draft
         if part is not None:
             if "draft" in self.params:
-                loss, report = self.of_draft.total((part.loss, part.report))
+                loss, report = self.of_draft.total_in_order((part.loss, part.report))
                 weighed = jax.tree.map(lambda g: draft_loss_weight * g, part.gradients)
                 gradients["draft"] = self._summed("draft", weighed, self.of_draft)
                 metrics |= {"draft/loss": loss} | draft_metrics("draft", report, with_losses=True)
             if part.frozen is not None:
-                metrics |= draft_metrics("frozen_draft", self.of_draft.total(part.frozen), with_losses=False)
+                metrics |= draft_metrics("frozen_draft", self.of_draft.total_in_order(part.frozen), with_losses=False)
             if self.pipeline.stamps:
                 metrics["pipeline/wrong_stamps"] = self.of_draft.total(result.wrong_stamps.astype(jnp.float32))
         return gradients, metrics
@@ -190,7 +190,7 @@ class _Update:
 
     def _policy_metrics(self, result: PipelineResult, policy: StagedDecoder) -> dict[str, Array]:
         everywhere = self.spec.everywhere
-        sums, maxima = everywhere.total(result.head_sums), everywhere.largest(result.head_maxima)
+        sums, maxima = everywhere.total_in_order(result.head_sums), everywhere.largest(result.head_maxima)
         metrics = policy_metrics(sums, maxima, with_reference=self.reference is not None)
         if result.chunk_sums is None:
             return metrics

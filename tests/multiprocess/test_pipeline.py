@@ -14,8 +14,8 @@ import pytest
 
 CHILD = Path(__file__).resolve().with_name("child.py")
 SECONDS = 240
-# Relative. Float32 sums of four devices are added in the order in which they arrive: two runs of the same processes
-# differ in their last digits too; measured 2e-7.
+# Of squared norms, relative: gradients are float32 sums of up to eight devices, in the order of the transport; measured
+# 0 and 1e-7.
 CLOSE = 1e-6
 
 
@@ -61,4 +61,7 @@ def test_two_processes_give_what_one_gives(repository):
     assert parts[0] == parts[1], "both hold the same results, to the last digit"
     assert parts[0].keys() == alone.keys()
     for name, value in alone.items():
-        assert float(parts[0][name]) == pytest.approx(float(value), rel=CLOSE), name
+        if name.endswith("squared_norm"):
+            assert float(parts[0][name]) == pytest.approx(float(value), rel=CLOSE), name
+        else:
+            assert parts[0][name] == value, name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from draftco_jax.context_parallel.traffic import collectives
 from draftco_jax.distributed.axes import make_mesh
 from draftco_jax.pipeline.host_staging import MEMORY
 from draftco_jax.pipeline.layout import split_layers
 from draftco_jax.pipeline.schedule import make_schedule
 from draftco_jax.pipeline.staged import slots_of
 from draftco_jax.pipeline.stages import Chunk, Head, StageProgram, run_pipeline
-from draftco_jax.pipeline.tap_channel import TapPlan
+from draftco_jax.pipeline.tap_channel import TAPS_SCOPE, TapPlan
 from pallas_kernels.manual_axes import cast
 
 SHAPE = (1, 3, 4)
@@ -41,8 +44,8 @@ def plain(weights, starts, taps):
     return np.stack([one(x) for x in starts])
 
 
-def arrivals(plan: TapPlan, weights, starts):
-    """[M, F, ...] what the draft was given, how often each micro-batch was trained on, and wrong stamps."""
+def program_of(plan: TapPlan, weights, starts):
+    """The compiled pipeline, and its arguments."""
     layout, count = plan.layout, len(starts)
     entries = {layout.entry(k): row for k, row in enumerate(layout.table)}
     stacked = jnp.stack([weights[jnp.array(entries[e])] for e in range(layout.virtual_stages)])
@@ -83,8 +86,14 @@ def arrivals(plan: TapPlan, weights, starts):
     whole = PartitionSpec()
     mesh = make_mesh({"stage": layout.stages} | ({} if plan.tensor_axis is None else {"tensor": plan.tensor_ranks}))
     run = jax.shard_map(on_device, mesh=mesh, in_specs=(PartitionSpec("stage"), whole), out_specs=whole)
-    (seen, trained), wrong = jax.jit(run)(stacked, starts)
-    return np.asarray(seen)[:count], np.asarray(trained), int(wrong)
+    return jax.jit(run).lower(stacked, starts).compile(), (stacked, starts)
+
+
+def arrivals(plan: TapPlan, weights, starts):
+    """[M, F, ...] what the draft was given, how often each micro-batch was trained on, and wrong stamps."""
+    run, arguments = program_of(plan, weights, starts)
+    (seen, trained), wrong = run(*jax.device_put(arguments, run.input_shardings[0]))
+    return np.asarray(seen)[: len(starts)], np.asarray(trained), int(wrong)
 
 
 @functools.cache
@@ -126,6 +135,14 @@ def test_features_dealt_out_over_tensor_ranks_arrive_once(mode, stages, tensor, 
     np.testing.assert_array_equal(seen, plain(weights, starts, taps))
     assert wrong == 0
     assert (trained == 1).all(), "each micro-batch is trained on once, by one device"
+
+
+def test_ranks_that_take_turns_send_each_feature_once_in_all():
+    plan = plan_of(2, 1, 8, (1, 4), 8, "all_stages", "direct", tensor_axis="tensor", tensor_ranks=2)
+    run, _ = program_of(dataclasses.replace(plan, stamps=False), *model(8, 8))
+    taps = [c for c in collectives(run.as_text()) if c.kind == "collective-permute" and TAPS_SCOPE in c.name]
+    remote = 8 // 2 * plan.features  # half of the micro-batches train where a feature was made
+    assert sum(c.times * c.pairs * c.result_bytes for c in taps) == remote * math.prod(SHAPE) * 4
 
 
 @pytest.mark.parametrize("mode", ["relay", "host"])
