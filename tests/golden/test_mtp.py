@@ -19,8 +19,8 @@ from draftco_jax.models.functional import Params, graph_of
 from draftco_jax.models.hf_weights import load_policy
 from draftco_jax.numerics.sampling import SamplingConfig
 
-# float32 sums in another order; measured 5e-6 for logits up to 5.4, of which 2e-6 is the policy's part.
-ATOL = 1e-5
+# float32 sums in another order, for logits up to 5.4: measured 5e-6 on one kind of CPU and 1.3e-5 on another.
+ATOL = 2e-5
 STEPS = 3
 
 
