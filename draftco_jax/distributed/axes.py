@@ -57,8 +57,8 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
 
 
 def _check_compilation_cache(devices: Sequence[Any]) -> None:
-    """A program of collectives over two axes that XLA's CPU loads from disk runs them in no order: some of its results
-    are NaN, and some runs never end (jax 0.10.2 and 0.11; a pipelined update over stages and context)."""
+    """A pipelined update over stages and context that XLA's CPU had loaded from disk gave NaN in some calls and never
+    ended in others; compiled in the same process it did neither (jax 0.10.2 and 0.11; the cause is not known)."""
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     in_use = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     if len(devices) > 1 and devices[0].platform == "cpu" and folder and in_use:

@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Collectives of a program that is loaded and not compiled run in no order (`distributed.axes`): NaN now and then.
+# `make_mesh` refuses it on CPUs: updates that were loaded and not compiled gave NaN now and then.
 jax.config.update("jax_enable_compilation_cache", False)
 
 
