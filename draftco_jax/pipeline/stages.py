@@ -163,7 +163,7 @@ class _Pipeline:
     @property
     def draft_axes(self) -> frozenset[str]:
         """All mesh axes that what the draft trains on differs over."""
-        return self.axes | ({self.plan.tensor_axis} - {None})
+        return self.axes if self.plan.tensor_axis is None else self.axes | {self.plan.tensor_axis}
 
     def run(self) -> PipelineResult:
         carry, rounds, sent = self._start(), 0, None
