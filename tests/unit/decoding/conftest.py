@@ -6,9 +6,11 @@ the policy is a bigram model, and the draft below IS that model; with them on, t
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -325,3 +327,13 @@ def responses():
         return [list(map(int, tokens[start:end])) for tokens, start, end in rows]
 
     return cut
+
+
+@pytest.fixture(scope="session")
+def rational():
+    """The module `rational.py`; files of tests are imported alone, so they cannot import one another."""
+    spec = importlib.util.spec_from_file_location("rational", Path(__file__).with_name("rational.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
