@@ -131,6 +131,9 @@ class RunConfig:
     verify_budget: int | None = None
     """Drafted tokens verified in one step over the whole batch, those most likely to be accepted; none: all. The law of
     the output stays the policy's. What is saved is experts that are not read: a policy without any gains nothing."""
+    verification: Literal["token", "block"] = "token"
+    """token: drafts are judged one after another. block: all of a round together, which accepts no fewer of them in
+    expectation, with other texts of the same law."""
     draft_loss_weight: float = 1.0
     """lambda of L_RL + lambda * L_draft; the policy's trajectory does not depend on it."""
     draft_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)

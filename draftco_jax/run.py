@@ -193,7 +193,10 @@ def set_up(cfg: RunConfig) -> tuple[Run, Models]:
     engine = Engine(
         *graphs,
         shape=replace(
-            engine_shape(cfg, task), record_experts=cfg.rollout.record_experts, verify_budget=cfg.verify_budget
+            engine_shape(cfg, task),
+            record_experts=cfg.rollout.record_experts,
+            verify_budget=cfg.verify_budget,
+            verification=cfg.verification,
         ),
         sampling=cfg.rollout.sampling,
         draft_dtype=cfg.draft_compute.dtype,

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from draftco_jax.decoding import block_verification, rejection
 from draftco_jax.decoding.budget import limit, round_uniforms
 from draftco_jax.decoding.experts import ExpertLog, log_step, open_log, recorded, touched_per_forward
-from draftco_jax.decoding.rejection import verify
 from draftco_jax.drafts.base import Context, Draft, Features, Shared
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
@@ -36,6 +36,7 @@ from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, SamplingConfi
 from draftco_jax.types import Rollouts
 
 Weights = Any  # parameter tree in the rollout layout
+RULES = {"token": rejection.verify, "block": block_verification.verify}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,9 @@ class EngineShape:
     """Keep the experts that each token was read with."""
     verify_budget: int | None = None
     """Drafts verified in one round over the whole batch (`decoding.budget`); None: all."""
+    verification: Literal["token", "block"] = "token"
+    """How drafts are judged: one after another (`decoding.rejection`), or a round's together, which accepts no fewer in
+    expectation (`decoding.block_verification`). The output law is the same."""
 
     def __post_init__(self) -> None:
         """Refuse capacities that hold nothing."""
@@ -58,6 +62,11 @@ class EngineShape:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1; give the longest length to be served")
         if self.verify_budget is not None and self.verify_budget < 1:
             raise ValueError(f"verify_budget={self.verify_budget} must be >= 1; use None to verify all drafts")
+
+    @property
+    def fresh_rounds(self) -> bool:
+        """Whether a round needs random numbers of its own: later positions had a say in how earlier rounds ended."""
+        return self.verify_budget is not None or self.verification == "block"
 
 
 class Request(NamedTuple):
@@ -142,10 +151,10 @@ def generate_speculative(
     def body(carry: tuple) -> tuple:
         newest, state, cache, out, stats, log = carry
         anchor = request.prompt_lengths + out.count - 1  # position of the newest committed token
-        if shape.verify_budget is None:
-            ahead = slice_rows(uniforms, anchor + 1, k + 1)
-        else:
+        if shape.fresh_rounds:
             ahead = round_uniforms(request.keys, stats.rounds, k + 1)
+        else:
+            ahead = slice_rows(uniforms, anchor + 1, k + 1)
         proposal, state = draft.propose(state, newest, anchor, ahead[:, :k, PROPOSE], sampling, shared)
         live = ~_done(out, shape)
         if shape.verify_budget is not None:
@@ -156,6 +165,7 @@ def generate_speculative(
         hidden, taps, cache, ids = policy.step(block, anchor, cache, tap_layers=taps_of, active=active)
         log = log_step(log, ids, anchor, active, policy.cfg.mixture)
         laws = log_law(policy.logits(hidden), sampling)
+        verify = RULES[shape.verification]
         accepted, final = verify(jnp.exp(laws), q, drafts, ahead[:, :k, ACCEPT], ahead[:, :, COMMIT])
         tokens = _committed_tokens(drafts, accepted, final)
         out, stats, count = _commit(out, stats, tokens, pick(laws, tokens), accepted, proposed, shape)

@@ -62,6 +62,11 @@ def accepted_length(run: RunData) -> Drawn | LeftOut:
             f" At most {budget} drafted tokens were verified in a round over the whole batch: sampled lengths are cut "
             "by that, those of the larger held-out batch by more, τ_prob is not."
         )
+    if run.config.get("verification") == "block":
+        caption += (
+            " Drafts of a round were judged together, which accepts no fewer than judging them one after another does: "
+            "sampled lengths show it, τ_prob is of the latter."
+        )
     return Drawn(figure, caption)
 
 

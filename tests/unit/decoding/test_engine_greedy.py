@@ -1,5 +1,7 @@
 """At temperature 0 speculation changes nothing but the number of target forwards."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,16 @@ def same_text(speculative, plain):
 @pytest.mark.parametrize("policy", ["bigram", "deep"])
 def test_speculative_greedy_equals_plain_greedy(roll_out, policy, draft, k, places):
     same_text(roll_out(policy, draft, places, k), roll_out(policy, draft, places, 0))
+
+
+@pytest.mark.parametrize("draft", ["good", "random", "wrong"])
+def test_greedy_texts_and_counts_with_block_verification_are_those_of_the_token_rule(
+    toy, roll_out, mixed_requests, greedy_shape, draft
+):
+    shape = replace(greedy_shape, verification="block")
+    block, token = toy.generate("deep", draft, mixed_requests, 4, shape, GREEDY), roll_out("deep", draft, ALL, 4)
+    same_text(block, token)
+    np.testing.assert_array_equal(block.accepted, token.accepted)
 
 
 def test_the_drafts_are_what_their_names_say(roll_out):

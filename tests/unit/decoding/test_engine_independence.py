@@ -1,5 +1,7 @@
 """A request's rollout depends on its own key, prompt and weights, not on the batch it is in."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,14 @@ def assert_identical(one, other):
 def test_permuted_requests_give_permuted_rollouts_bit_for_bit(roll_out, mixed_requests, select, k):
     order = [3, 7, 0, 5, 1, 6, 2, 4]
     assert_identical(roll_out(select(mixed_requests, order), k), rows(roll_out(mixed_requests, k), order))
+
+
+def test_permuted_requests_give_permuted_rollouts_with_block_verification(
+    roll_out, mixed_requests, select, sampled_shape
+):
+    order, shape = [3, 7, 0, 5, 1, 6, 2, 4], replace(sampled_shape, verification="block")
+    permuted, whole = (roll_out(request, shape=shape) for request in (select(mixed_requests, order), mixed_requests))
+    assert_identical(permuted, rows(whole, order))
 
 
 @pytest.mark.parametrize("k", [0, K])

@@ -7,15 +7,16 @@ broken engines, made by exchanging one function before the program is traced, ar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from draftco_jax.decoding import block_verification, rejection
 from draftco_jax.decoding import engine as engine_module
-from draftco_jax.decoding import rejection
-from draftco_jax.decoding.engine import Engine
+from draftco_jax.decoding.engine import Engine, EngineShape
 from draftco_jax.drafts.eagle3 import module
 from draftco_jax.numerics.sampling import SamplingConfig
 
@@ -32,6 +33,32 @@ FILTERED = SamplingConfig(temperature=2.0, top_k=3, top_p=0.85)
 def test_texts_follow_the_law_of_the_policy(small_toy, law_batch, law_shape, p_value, policy, draft, k, sampling):
     rollouts = small_toy.generate(policy, draft, law_batch, k, law_shape, sampling)
     p = p_value(small_toy, policy, rollouts, sampling)
+    print(f"p-value {p:.2g}")
+    assert p > ALARM
+
+
+@pytest.mark.parametrize("draft, sampling", [("good", UNTOUCHED), ("random", UNTOUCHED), ("random", FILTERED)])
+def test_texts_follow_the_law_of_the_policy_with_block_verification(
+    small_toy, law_batch, law_shape, p_value, draft, sampling
+):
+    shape = replace(law_shape, verification="block")
+    block = small_toy.generate("deep", draft, law_batch, 3, shape, sampling)
+    p = p_value(small_toy, "deep", block, sampling)
+    print(f"p-value {p:.2g}")
+    assert p > ALARM
+    token = small_toy.generate("deep", draft, law_batch, 3, law_shape, sampling)
+    gain = block.accepted.sum() / block.rounds.sum() - token.accepted.sum() / token.rounds.sum()
+    print(f"accepted drafts a round: {gain:+.4f}")
+    assert gain > 0
+
+
+def test_texts_follow_the_law_of_the_policy_with_block_verification_and_a_budget(
+    small_toy, law_batch, law_shape, p_value
+):
+    shape = replace(law_shape, verification="block", verify_budget=law_batch.prompts.shape[0])
+    rollouts = small_toy.generate("deep", "random", law_batch, 2, shape, UNTOUCHED)
+    assert rollouts.proposed.sum() < 2 * rollouts.rounds.sum()
+    p = p_value(small_toy, "deep", rollouts, UNTOUCHED)
     print(f"p-value {p:.2g}")
     assert p > ALARM
 
@@ -73,6 +100,37 @@ def broken_engine(request, small_toy, law_shape, monkeypatch) -> Iterator[Engine
 def test_a_broken_rule_is_caught(small_toy, law_batch, p_value, broken_engine):
     weights = small_toy.published("deep", "random")
     rollouts = jax.tree.map(np.asarray, broken_engine.generate(*weights, law_batch, 3))
+    p = p_value(small_toy, "deep", rollouts, UNTOUCHED)
+    print(f"p-value {p:.2g}")
+    assert p < BROKEN
+
+
+@pytest.fixture(params=["uniforms of positions met again", "residual replaced by p", "first failure ends"])
+def broken_block_engine(request, small_toy, law_shape, monkeypatch) -> Iterator[Engine]:
+    """An engine whose block verification holds one wrong rule."""
+    if request.param == "uniforms of positions met again":
+        monkeypatch.setattr(EngineShape, "fresh_rounds", False)
+    elif request.param == "residual replaced by p":
+        monkeypatch.setattr(block_verification, "residual", lambda p, q: p)
+    else:
+        monkeypatch.setitem(engine_module.RULES, "block", first_failure_ends)
+    shape = replace(law_shape, verification="block")
+    yield Engine(*small_toy.graphs, shape=shape, sampling=UNTOUCHED)
+
+
+def first_failure_ends(p, q, drafts, accept_uniforms, commit_uniforms):
+    """Block verification that does not look at what comes after a draft that fails."""
+    laws = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
+    at = drafts[..., None]
+    drafted = (jnp.take_along_axis(values[:, :-1], at, axis=-1)[..., 0] for values in (p, laws))
+    accept = block_verification.accept_probabilities(p, laws, block_verification.running_weights(*drafted))
+    failed = jax.lax.cummax((accept_uniforms >= accept).astype(jnp.int32), axis=1)
+    return block_verification.verify(p, q, drafts, failed.astype(jnp.float32), commit_uniforms)
+
+
+def test_a_broken_block_verification_is_caught(small_toy, law_batch, p_value, broken_block_engine):
+    weights = small_toy.published("deep", "good")
+    rollouts = jax.tree.map(np.asarray, broken_block_engine.generate(*weights, law_batch, 3))
     p = p_value(small_toy, "deep", rollouts, UNTOUCHED)
     print(f"p-value {p:.2g}")
     assert p < BROKEN

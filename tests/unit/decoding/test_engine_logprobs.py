@@ -1,5 +1,7 @@
 """Behaviour log-probs are the policy's own, whichever path emitted the token."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,15 @@ def test_bug_case_b32_logprobs_equal_one_forward_of_the_policy(toy, mixed_reques
     assert difference < 1e-5
     assert (rollouts.logprobs[~response] == 0).all()
     assert response.sum() == (rollouts.lengths - rollouts.prompt_lengths).sum()
+
+
+@pytest.mark.parametrize("draft", ["good", "wrong"])
+def test_logprobs_equal_one_forward_of_the_policy_with_block_verification(toy, mixed_requests, sampled_shape, draft):
+    shape, sampling = replace(sampled_shape, verification="block"), SAMPLINGS["temperature1"]
+    rollouts = toy.generate("deep", draft, mixed_requests, K, shape, sampling)
+    expected, response = teacher_forced(toy, "deep", rollouts, sampling)
+    assert np.abs(rollouts.logprobs - expected)[response].max() < 1e-5
+    assert rollouts.rounds.sum() < rollouts.committed.sum() == response.sum() - len(response)
 
 
 def test_the_rollouts_above_hold_accepted_residual_and_bonus_tokens(toy, mixed_requests, sampled_shape):
