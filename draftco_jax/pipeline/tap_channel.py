@@ -197,9 +197,11 @@ class Ring(NamedTuple):
     stamps: jax.Array | None  # i32[depth + 1, n]
 
     @classmethod
-    def empty(cls, depth: int, features: int, like: Float[Array, "R L D"], *, stamps: bool) -> Ring:
+    def empty(
+        cls, depth: int, features: int, like: Float[Array, "R L D"], *, stamps: bool, tensor_axis: str | None = None
+    ) -> Ring:
         """Zeros, stamped as nothing."""
-        axes = varying_axes(like)
+        axes = varying_axes(like) | (frozenset() if tensor_axis is None else {tensor_axis})
         data = fresh((depth + 1, features, *like.shape), 0, like.dtype, axes)
         return cls(data, fresh((depth + 1, features), NO_STAMP, jnp.int32, axes) if stamps else None)
 
@@ -271,7 +273,8 @@ class Spread(NamedTuple):
     @classmethod
     def empty(cls, plan: TapPlan, like: Float[Array, "R L D"]) -> Spread:
         """Before the first tick."""
-        return cls(Ring.empty(plan.held_depth, plan.widest, like, stamps=plan.stamps))
+        depth, features = plan.held_depth, plan.widest
+        return cls(Ring.empty(depth, features, like, stamps=plan.stamps, tensor_axis=plan.tensor_axis))
 
     def keep(self, plan: TapPlan, tick: Tick, made: Letter, stage: Array) -> Spread:
         """This tick's features [J, ...] go to their places."""
@@ -279,20 +282,24 @@ class Spread(NamedTuple):
         at = jnp.asarray(plan.positions)[k]
         return Spread(self.held.write_some(tick.microbatch[stage], made, at, tick.active[stage]))
 
-    def send(self, plan: TapPlan, number: Int[Array, ""], axis: str) -> tuple[Letter, ...]:
+    def send(self, plan: TapPlan, number: Int[Array, ""], axis: str) -> tuple[tuple[Letter, ...], Spread]:
         """Each feature of a round in one hop to the stage of its micro-batch: this stage's own, and what arrives.
 
         Stages with equally many features send in one permute for each distance, so that features are sent and nothing
-        else.
+        else. The ring that comes back is read: what is written to it later needs no second one.
         """
         stages, stage = plan.layout.stages, lax.axis_index(axis)
         first = first_of_group(plan, number)
-        letters = [self.held.read(first + stage)]
-        for distance, count in plan.hops:
-            letter = self.held.read(first + (stage + distance) % stages)
+        own = self.held.read(first + stage)
+        leaving = [
+            self.held.read(first + (stage + distance) % stages).pick(slice(0, count)) for distance, count in plan.hops
+        ]
+        own, leaving, held = lax.optimization_barrier((own, leaving, self.held))
+        letters = [own]
+        for (distance, count), letter in zip(plan.hops, leaving, strict=True):
             pairs = [(s, (s + distance) % stages) for s in range(stages) if len(plan.of_stage[s]) == count]
-            letters.append(letter.pick(slice(0, count)).send(axis, pairs))
-        return tuple(letters)
+            letters.append(letter.send(axis, pairs))
+        return tuple(letters), Spread(held)
 
 
 def first_of_group(plan: TapPlan, number: Int[Array, ""]) -> Int[Array, ""]:

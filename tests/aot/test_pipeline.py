@@ -198,10 +198,11 @@ def test_no_permute_is_under_a_condition_of_the_stage(mesh):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("microbatches", [16, 32])
-def test_memory_does_not_grow_with_micro_batches(microbatches):
-    few, many = (gradients_of("4x2", m)[1].memory_analysis().temp_size_in_bytes for m in (8, microbatches))
-    assert 0.95 * few < many < 1.05 * few
+def test_memory_does_not_grow_with_micro_batches():
+    """Two rounds need a little more: the compiler has no loop then, and packs what the draft's training keeps less well."""
+    two, four, eight = (gradients_of("4x2", m)[1].memory_analysis().temp_size_in_bytes for m in (8, 16, 32))
+    assert 0.99 * four < eight < 1.01 * four
+    assert four < two < 1.15 * four
 
 
 def is_permute(op: Operation, scope: str) -> bool:
