@@ -81,19 +81,36 @@ class MeshConfig:
         for name, known in _NAMES.items():
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f"{name}={getattr(self, name)} must be one of {', '.join(get_args(known))}")
-        if self.stripe is not None and self.context == 1:
-            raise ValueError(f"stripe={self.stripe} must be none with context=1: rows are whole; raise context")
-        if self.stage == 1 and (self.chunks > 1 or self.layers_per_stage is not None):
-            raise ValueError(
-                f"chunks={self.chunks} must be 1 and layers_per_stage={self.layers_per_stage} none with stage=1; "
-                "raise stage"
-            )
+        self._check_used()
         axes = self.experts_over
         if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(get_args(ExpertAxis)):
             raise ValueError(
                 f"experts_over={','.join(axes)} must be different axes of {', '.join(get_args(ExpertAxis))}; "
                 "'expert' is the default"
             )
+
+    def _check_used(self) -> None:
+        """Refuse choices that nothing on this mesh reads."""
+        whole = "with context=1: rows are whole; raise context"
+        if self.stripe is not None and self.context == 1:
+            raise ValueError(f"stripe={self.stripe} must be none {whole}")
+        if self.stage == 1 and (self.chunks > 1 or self.layers_per_stage is not None):
+            raise ValueError(
+                f"chunks={self.chunks} must be 1 and layers_per_stage={self.layers_per_stage} none with stage=1; "
+                "raise stage"
+            )
+        alone = f"with stage=1 and microbatches={self.microbatches}: no pipeline; raise stage or microbatches"
+        first = "with stage=1: there is no other stage; raise stage"
+        for name, read, why in (
+            ("schedule", self.staged, alone),
+            ("draft_placement", self.staged, alone),
+            ("tap_mode", self.staged, alone),
+            ("head_placement", self.stage > 1, first),
+            ("trunk_mode", self.context > 1, whole),
+        ):
+            default = type(self).__dataclass_fields__[name].default
+            if not read and getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)} must be {default} {why}")
 
     @property
     def staged(self) -> bool:

@@ -106,6 +106,23 @@ REFUSED = [
     (lambda: MeshConfig(stripe=4), "stripe=4 must be none with context=1: rows are whole; raise context"),
     (lambda: MeshConfig(chunks=2), "chunks=2 must be 1 and layers_per_stage=None none with stage=1; raise stage"),
     (
+        lambda: MeshConfig(data=2, schedule="gpipe"),
+        "schedule=gpipe must be 1f1b with stage=1 and microbatches=None: no pipeline; raise stage or microbatches",
+    ),
+    (
+        lambda: MeshConfig(tensor=2, microbatches=1, draft_placement="last_stage"),
+        "draft_placement=last_stage must be all_stages with stage=1 and microbatches=1: no pipeline; raise",
+    ),
+    (lambda: MeshConfig(tap_mode="post"), "tap_mode=post must be direct with stage=1 and microbatches=None: no pipeline"),
+    (
+        lambda: MeshConfig(microbatches=2, head_placement="last_stage"),
+        "head_placement=last_stage must be all_stages with stage=1: there is no other stage; raise stage",
+    ),
+    (
+        lambda: MeshConfig(stage=2, trunk_mode="gathered"),
+        "trunk_mode=gathered must be replay with context=1: rows are whole; raise context",
+    ),
+    (
         lambda: MeshConfig(expert=2, experts_over=("expert", "expert")),
         "experts_over=expert,expert must be different axes of data, context, expert, tensor",
     ),
@@ -133,6 +150,15 @@ def test_an_impossible_value_is_refused_with_name_value_and_way_out(build, said)
     with pytest.raises(ValueError, match=said) as refusal:
         build()
     assert "\n" not in str(refusal.value)
+
+
+def test_choices_of_a_pipeline_are_taken_where_there_is_one():
+    """Of one stage too: micro-batches go through it in an order, and their features to the draft in a way."""
+    choices = {"schedule": "gpipe", "draft_placement": "last_stage", "tap_mode": "post"}
+    for mesh in (MeshConfig(microbatches=2, **choices), MeshConfig(stage=2, head_placement="last_stage", **choices)):
+        pipeline = mesh.pipeline(make().policy)
+        assert pipeline is not None and {name: getattr(pipeline, name) for name in choices} == choices
+    assert MeshConfig(context=2, trunk_mode="gathered").packed().trunk_mode == "gathered"
 
 
 def test_names_of_the_mesh_are_read_from_text_and_closed():
