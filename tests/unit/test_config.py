@@ -113,7 +113,10 @@ REFUSED = [
         lambda: MeshConfig(tensor=2, microbatches=1, draft_placement="last_stage"),
         "draft_placement=last_stage must be all_stages with stage=1 and microbatches=1: no pipeline; raise",
     ),
-    (lambda: MeshConfig(tap_mode="post"), "tap_mode=post must be direct with stage=1 and microbatches=None: no pipeline"),
+    (
+        lambda: MeshConfig(tap_mode="post"),
+        "tap_mode=post must be direct with stage=1 and microbatches=None: no pipeline",
+    ),
     (
         lambda: MeshConfig(microbatches=2, head_placement="last_stage"),
         "head_placement=last_stage must be all_stages with stage=1: there is no other stage; raise stage",

@@ -6,7 +6,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from draftco_jax.pipeline import stages
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +37,18 @@ def setup_of(cases):
         return made[name, layers]
 
     return get
+
+
+@pytest.fixture
+def nan_before_the_first_tick(monkeypatch):
+    """Everything that a stage has received, saved or kept for the draft before the first tick is NaN."""
+    start = stages._Pipeline._start  # noqa: SLF001
+
+    def poisoned(pipeline):
+        def one(x):
+            return x + jnp.asarray(jnp.nan, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        carry = start(pipeline)
+        return jax.tree.map(one, carry._replace(result=None))._replace(result=carry.result)
+
+    monkeypatch.setattr(stages._Pipeline, "_start", poisoned)  # noqa: SLF001

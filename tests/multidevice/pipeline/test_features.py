@@ -81,19 +81,27 @@ def program_of(plan: TapPlan, weights, starts):
             draft=draft,
         )
         result = run_pipeline(program, plan, axis="stage", axes=axes)
-        return jax.lax.psum((result.draft, result.wrong_stamps), trains)
+        return jax.lax.psum((result.draft, result.wrong_stamps), trains), result.weights
 
-    whole = PartitionSpec()
+    whole, split = PartitionSpec(), PartitionSpec("stage")
     mesh = make_mesh({"stage": layout.stages} | ({} if plan.tensor_axis is None else {"tensor": plan.tensor_ranks}))
-    run = jax.shard_map(on_device, mesh=mesh, in_specs=(PartitionSpec("stage"), whole), out_specs=whole)
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(split, whole), out_specs=(whole, split))
     return jax.jit(run).lower(stacked, starts).compile(), (stacked, starts)
+
+
+def results(plan: TapPlan, weights, starts):
+    """What `arrivals` gives, and the gradient [layers, ...] of the sum of all outputs."""
+    run, arguments = program_of(plan, weights, starts)
+    ((seen, trained), wrong), gradient = run(*jax.device_put(arguments, run.input_shardings[0]))
+    layout, in_order = plan.layout, np.empty_like(weights)
+    for k, row in enumerate(layout.table):
+        in_order[np.array(row)] = gradient[layout.entry(k)]
+    return (np.asarray(seen)[: len(starts)], np.asarray(trained), int(wrong)), in_order
 
 
 def arrivals(plan: TapPlan, weights, starts):
     """[M, F, ...] what the draft was given, how often each micro-batch was trained on, and wrong stamps."""
-    run, arguments = program_of(plan, weights, starts)
-    (seen, trained), wrong = run(*jax.device_put(arguments, run.input_shardings[0]))
-    return np.asarray(seen)[: len(starts)], np.asarray(trained), int(wrong)
+    return results(plan, weights, starts)[0]
 
 
 @functools.cache
@@ -135,6 +143,29 @@ def test_features_dealt_out_over_tensor_ranks_arrive_once(mode, stages, tensor, 
     np.testing.assert_array_equal(seen, plain(weights, starts, taps))
     assert wrong == 0
     assert (trained == 1).all(), "each micro-batch is trained on once, by one device"
+
+
+@pytest.mark.parametrize(
+    ("placement", "mode", "stages", "tensor", "chunks", "count"),
+    [
+        *((placement, mode, 2, 1, 2, 5) for placement, mode in ROUTES),
+        *(("all_stages", mode, 2, 2, 1, 5) for mode in ("direct", "hold", "post")),
+        ("last_stage", "relay", 4, 1, 1, 5),
+    ],
+)
+def test_what_is_computed_in_bubbles_and_slots_that_nobody_reads_may_be_nan(
+    placement, mode, stages, tensor, chunks, count, nan_before_the_first_tick
+):
+    """All that stages hold before the first tick is NaN, so that every bubble makes NaN and sends it on."""
+    dealt = {"tensor_axis": "tensor", "tensor_ranks": tensor} if tensor > 1 else {}
+    taps = (0, 3, 5)
+    plan = plan_of(stages, chunks, count, taps, 8, placement, mode, **dealt)
+    weights, starts = model(8, count)
+    (seen, trained, wrong), gradient = results(plan, weights, starts)
+    np.testing.assert_array_equal(seen, plain(weights, starts, taps))
+    assert wrong == 0 and (trained == 1).all()
+    wanted = jax.grad(lambda w: sum(jnp.sum(functools.reduce(lambda x, one: layer(one, x), w, x)) for x in starts))
+    np.testing.assert_allclose(gradient, wanted(weights), rtol=1e-5, atol=1e-5)
 
 
 def test_ranks_that_take_turns_send_each_feature_once_in_all():

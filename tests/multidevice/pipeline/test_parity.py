@@ -21,6 +21,7 @@ MESHES = {
     "1x4x2x1": {"stage": 1, "context": 4, "tensor": 2},
     "4x1x2x1": {"stage": 4, "tensor": 2},
 }
+SMALL = {"2x1x2x1": {"stage": 2, "tensor": 2}}
 EVERY_DAY = [
     ("8x1x1x1", "eagle3", 8, 1, {}),
     ("4x2x1x1", "dflash", 6, 1, {}),
@@ -37,7 +38,7 @@ EVERY = [
 
 
 def check(cases, setup_of, mesh, draft, microbatches, chunks, changes):
-    sizes = MESHES[mesh]
+    sizes = (MESHES | SMALL)[mesh]
     setup = setup_of(draft, max(8, sizes["stage"] * chunks))
     batch = cases.batch_of_rows(microbatches * sizes.get("data", 1))
     wanted, known = setup.alone(batch)
@@ -55,6 +56,11 @@ def check(cases, setup_of, mesh, draft, microbatches, chunks, changes):
 @pytest.mark.parametrize(("mesh", "draft", "microbatches", "chunks", "changes"), EVERY_DAY)
 def test_loss_metrics_and_every_gradient_equal_one_device(cases, setup_of, mesh, draft, microbatches, chunks, changes):
     check(cases, setup_of, mesh, draft, microbatches, chunks, changes)
+
+
+def test_what_nobody_reads_may_be_nan(cases, setup_of, nan_before_the_first_tick):
+    """Slots, bubbles, and a last round in which two devices have no micro-batch to train on."""
+    check(cases, setup_of, "2x1x2x1", "dspark", 5, 1, {})
 
 
 @pytest.mark.slow

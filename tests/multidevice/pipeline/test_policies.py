@@ -163,18 +163,30 @@ def test_a_head_on_all_stages_and_one_on_the_last_give_the_same(cases, setup_of,
     same(cases, *both)
 
 
-def test_the_policys_steps_do_not_know_lambda_bit_for_bit(cases, setup_of):
-    setup, batch = setup_of("eagle3", 4), cases.batch_of_rows(2)
-    run = setup.staged({"stage": 2}, microbatches=2)
+@pytest.mark.parametrize(
+    ("sizes", "microbatches"), [({"stage": 2}, 2), ({"stage": 2, "tensor": 2}, 4)], ids=["stages", "dealt over tensor"]
+)
+def test_the_policys_steps_do_not_know_lambda_bit_for_bit(cases, setup_of, sizes, microbatches):
+    """Gradients and two steps, each more than once: devices run in another order every time."""
+    setup, batch = setup_of("eagle3", 4), cases.batch_of_rows(microbatches)
+    run = setup.staged(sizes, microbatches=microbatches)
+    gradients = [run(batch, jnp.float32(weight))[0] for weight in (0.0, 1.0, 0.0, 1.0)]
+    for found in gradients[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found["policy"], gradients[0]["policy"])
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients[2]["draft"]))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients[3]["draft"]))
+
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), 10)
     optimizers = Optimizers(optimizer, optimizer)
     update = make_update(run.spec, optimizers, run.mesh)
     placed = place_batch(batch, run.spec.packed, run.mesh, draft_cfg=setup.draft_cfg, pipeline=run.spec.pipeline)
     ends = []
-    for weight in (0.0, 1.0):
+    for weight in (0.0, 1.0, 0.0, 1.0):
         state = init_state(run.policy, setup.draft, optimizers)
         for _ in range(2):
             state, _ = update(state, placed, jnp.float32(weight), None, None)
         ends.append(jax.device_get(state))
-    jax.tree.map(np.testing.assert_array_equal, ends[0].policy, ends[1].policy)
+    for end in ends[1:]:
+        jax.tree.map(np.testing.assert_array_equal, end.policy, ends[0].policy)
+        jax.tree.map(np.testing.assert_array_equal, end.policy_optimizer, ends[0].policy_optimizer)
     assert float(optax.tree.norm(jax.tree.map(lambda a, b: a - b, ends[0].draft, ends[1].draft))) > 1e-3

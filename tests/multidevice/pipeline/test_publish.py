@@ -16,7 +16,8 @@ from draftco_jax.models.qwen3_moe import Qwen3MoeConfig
 from draftco_jax.pipeline.layout import from_stages, split_layers, to_stages
 from draftco_jax.pipeline.spec import PipelineSpec
 from draftco_jax.pipeline.staged import StagedDecoder
-from draftco_jax.training.update import place_policy
+from draftco_jax.training.optimizer import OptimizerConfig, make_optimizer
+from draftco_jax.training.update import Optimizers, init_state, make_update, place_batch, place_policy, place_state
 from draftco_jax.types import PolicyVersion
 from draftco_jax.weight_sync import Published, Publisher
 
@@ -111,6 +112,29 @@ def test_rollouts_get_what_was_trained_and_little_memory_is_taken(cases, case):
     ratio = (peak - of_program.alias_size_in_bytes) / whole
     print(f"{case}: a publish takes {ratio:.2f} of the bytes of policy and draft")
     assert ratio < 2.0, (case, of_program)
+
+
+def test_what_updates_leave_is_published_from_every_copy(cases, setup_of):
+    """Two updates with the draft dealt out: all devices hold the same bits, and those are published."""
+    setup, batch, sizes = setup_of("eagle3", 4), cases.batch_of_rows(4), {"stage": 2, "tensor": 2}
+    run = setup.staged(sizes, microbatches=4)
+    spec, optimizers = run.spec, Optimizers(*[make_optimizer(OptimizerConfig(learning_rate=1e-2), 10)] * 2)
+    update = make_update(spec, optimizers, run.mesh)
+    placed = place_batch(batch, spec.packed, run.mesh, draft_cfg=setup.draft_cfg, pipeline=spec.pipeline)
+    state = place_state(init_state(run.policy, setup.draft, optimizers), spec, run.mesh)
+    for _ in range(2):
+        state, _ = update(state, placed, jnp.float32(1.0), None, None)
+    policy, draft = jax.device_get((state.policy, state.draft))
+    assert_copies_are((state.policy, state.draft), (policy, draft))
+    moved = jax.tree.map(lambda a, b: np.any(a != np.asarray(b)), (policy, draft), (run.policy, setup.draft))
+    assert all(jax.tree.leaves(moved))
+
+    publisher = Publisher(spec.policy_graph, spec.draft_graph, mesh=run.mesh, packed=spec.packed)
+    published = publisher.publish(state.policy, state.draft, PolicyVersion(2))
+    alone = Publisher(setup.spec.policy_graph, spec.draft_graph)
+    wanted = alone.publish(from_stages(policy, spec.pipeline.layout), draft, PolicyVersion(2))
+    assert_copies_are(published.policy, wanted.policy)
+    assert_copies_are(published.draft, wanted.draft)
 
 
 def test_published_graphs_are_those_of_one_device(small):
