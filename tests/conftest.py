@@ -23,6 +23,8 @@ os.environ["XLA_FLAGS"] = " ".join(
                 *(("--xla_cpu_use_fusion_emitters=false",) if metadata.version("jax").startswith("0.10.") else ()),
             )
         ),
+        # As updates on several CPU devices are compiled (`distributed.compiler_options`), and here parts of them too.
+        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
         os.environ.get("XLA_FLAGS", ""),
     ]
 ).strip()

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from draftco_jax.context_parallel import PackedRows, check_documents
 from draftco_jax.distributed.axes import MeshAxis
-from draftco_jax.distributed.gpu_flags import pipeline_options
+from draftco_jax.distributed.compiler_options import update_options
 from draftco_jax.distributed.sharding import TRAIN, Axes, partition_specs, shardings, with_axes
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import family_of
@@ -73,7 +73,7 @@ def make_update(
         raise ValueError(f"mesh=None must be the mesh with axes {axes} of spec; pass it")
     if mesh is not None:
         check_mesh(spec.everywhere, mesh)
-    options = None if spec.pipeline is None else pipeline_options(mesh)
+    options = update_options(mesh, pipeline=spec.pipeline is not None)
     step = partial(update, spec=spec, optimizers=optimizers, mesh=mesh)
     return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=options)
 

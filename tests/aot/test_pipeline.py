@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from draftco_jax.context_parallel import PackedRows
-from draftco_jax.distributed.gpu_flags import pipeline_options
+from draftco_jax.distributed.compiler_options import update_options
 from draftco_jax.distributed.sharding import shardings
 from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.drafts.dspark.config import DSparkConfig
@@ -135,7 +135,7 @@ def gradients_of(mesh: str, microbatches: int):
     run, key = joint_gradients(case.spec, case.mesh), case.spec.draft_key(jnp.int32(0))
     step = jax.jit(
         lambda params, batch, weight: run(params, batch, weight, None, None, key),
-        compiler_options=pipeline_options(case.mesh),
+        compiler_options=update_options(case.mesh, pipeline=True),
     )
     with jax.default_device(case.mesh.devices.flat[0]):  # a kernel asks it what it is compiled for
         traced = step.trace({"policy": case.policy, "draft": case.draft}, case.batch, case.weight)
