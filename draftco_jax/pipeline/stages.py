@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ from draftco_jax.pipeline.tap_channel import Letter, OnLast, Spread, TapPlan, Ti
 from pallas_kernels.manual_axes import cast, varying_axes
 
 Tree = Any
-Made = TypeVar("Made")
 Channel = Spread | OnLast | Relay | HostStaging
 
 
@@ -172,7 +171,7 @@ class _Pipeline:
         ends = self.plan.round_ends
         for phase in self._stretches(ends) if in_rounds else self.schedule.phases:
             if in_rounds and self.plan.mode == "direct" and rounds == len(ends) and sent is None:
-                sent, carry = self._send(carry, jnp.int32(rounds - 1))  # beside the ticks that are left
+                sent = self._send(carry, jnp.int32(rounds - 1))  # beside the ticks that are left
             rows = self._rows(phase)
             through = int(((ends >= phase.start) & (ends < phase.stop)).sum()) if in_rounds else 0
             if through:
@@ -345,44 +344,39 @@ class _Pipeline:
 
         def body(carry: _Carry, step: tuple[Array, _Row]) -> tuple[_Carry, None]:
             number, rows = step
-            sent, carry = self._send(carry, number - 1) if direct and rounds.start else (None, carry)
+            sent = self._send(carry, number - 1) if direct and rounds.start else None
             carry, _ = lax.scan(partial(self._tick, phase=phase), carry, rows)
             if not direct:
-                sent, carry = self._send(carry, number)
-                return carry._replace(result=self._train(carry.result, *self._own(sent, number))), None
+                own = self._own(self._send(carry, number), number)
+                return carry._replace(result=self._train(carry.result, *own)), None
             if sent is None:
                 return carry, None
             sent, carry = self._after(sent, carry)
-            carry = carry._replace(result=self._train(carry.result, *self._own(sent, number - 1)))
-            # Before the next ticks: a loop of one round is none to the compiler, which would keep what training needs.
-            drafted, carry = self._after(carry.result.draft, carry)
-            return carry._replace(result=carry.result._replace(draft=drafted)), None
+            return carry._replace(result=self._train(carry.result, *self._own(sent, number - 1))), None
 
         carry, _ = lax.scan(body, carry, (jnp.arange(rounds.start, rounds.stop, dtype=jnp.int32), by_round))
         return carry
 
-    def _send(self, carry: _Carry, number: Array) -> tuple[tuple[Letter, ...], _Carry]:
+    def _send(self, carry: _Carry, number: Array) -> tuple[Letter, ...]:
         """The features of a round go to where they are trained on."""
         assert isinstance(carry.channel, Spread)
-        sent, channel = carry.channel.send(self.plan, number, self.axis)
-        return sent, carry._replace(channel=channel)
+        return carry.channel.send(self.plan, number, self.axis)
 
-    def _after(self, made: Made, carry: _Carry) -> tuple[Made, _Carry]:
-        """The same; nothing of what was made is read before the ticks that led to `carry`, and no later tick runs
-        before it is made.
+    def _after(self, sent: tuple[Letter, ...], carry: _Carry) -> tuple[tuple[Letter, ...], _Carry]:
+        """The same; nothing of what was sent is read before the ticks that led to `carry` are over.
 
-        Else what is sent would be put in order before these ticks, and would have to arrive at once. The tie is a
-        gradient: every backward changes it, and it is used later. One of the same type, since all that a barrier ties
-        together comes out as varying over all their axes; where no weight has it, the order is the compiler's, and the
-        same numbers come out.
+        Otherwise it would be put in order before them, and would have to arrive at once. The tie is a gradient: every
+        backward changes it, and it is used later. One of the features' own type, since all that a barrier ties together
+        comes out as varying over all their axes; where no weight has it, the order is the compiler's, and the same
+        numbers come out.
         """
-        axes = varying_axes(jax.tree.leaves(made)[0])
+        axes = varying_axes(sent[0].data)
         leaves, tree = jax.tree.flatten(carry.result.weights)
         tie = next((i for i, leaf in enumerate(leaves) if varying_axes(leaf) == axes), None)  # norms are not split
         if tie is None:
-            return made, carry
-        made, leaves[tie] = lax.optimization_barrier((made, leaves[tie]))
-        return made, carry._replace(result=carry.result._replace(weights=jax.tree.unflatten(tree, leaves)))
+            return sent, carry
+        sent, leaves[tie] = lax.optimization_barrier((sent, leaves[tie]))
+        return sent, carry._replace(result=carry.result._replace(weights=jax.tree.unflatten(tree, leaves)))
 
     def _own(self, sent: tuple[Letter, ...], number: Array) -> tuple[Letter, Array, Array]:
         """This device's micro-batch of a round: its features, its number, and whether there is one."""
@@ -393,11 +387,11 @@ class _Pipeline:
         """What is left to train on when all ticks are over; `sent`: the last round, if that is all."""
         plan, channel, rounds = self.plan, carry.channel, len(self.plan.round_ends)
         if isinstance(channel, Spread) and plan.late:
-            step = lambda result, n: (self._train(result, *self._own(self._send(carry, n)[0], n)), None)  # noqa: E731
+            step = lambda result, n: (self._train(result, *self._own(self._send(carry, n), n)), None)  # noqa: E731
             return lax.scan(step, carry.result, jnp.arange(rounds, dtype=jnp.int32))[0]
         if isinstance(channel, Spread) and plan.mode == "direct":
             last = jnp.int32(rounds - 1)
-            sent, carry = self._send(carry, last) if sent is None else self._after(sent, carry)
+            sent, carry = (self._send(carry, last), carry) if sent is None else self._after(sent, carry)
             return self._train(carry.result, *self._own(sent, last))
         if isinstance(channel, OnLast) and plan.late:
             step = partial(self._train_on_last, channel)

@@ -197,11 +197,9 @@ class Ring(NamedTuple):
     stamps: jax.Array | None  # i32[depth + 1, n]
 
     @classmethod
-    def empty(
-        cls, depth: int, features: int, like: Float[Array, "R L D"], *, stamps: bool, tensor_axis: str | None = None
-    ) -> Ring:
+    def empty(cls, depth: int, features: int, like: Float[Array, "R L D"], *, stamps: bool) -> Ring:
         """Zeros, stamped as nothing."""
-        axes = varying_axes(like) | (frozenset() if tensor_axis is None else {tensor_axis})
+        axes = varying_axes(like)
         data = fresh((depth + 1, features, *like.shape), 0, like.dtype, axes)
         return cls(data, fresh((depth + 1, features), NO_STAMP, jnp.int32, axes) if stamps else None)
 
@@ -273,8 +271,7 @@ class Spread(NamedTuple):
     @classmethod
     def empty(cls, plan: TapPlan, like: Float[Array, "R L D"]) -> Spread:
         """Before the first tick."""
-        depth, features = plan.held_depth, plan.widest
-        return cls(Ring.empty(depth, features, like, stamps=plan.stamps, tensor_axis=plan.tensor_axis))
+        return cls(Ring.empty(plan.held_depth, plan.widest, like, stamps=plan.stamps))
 
     def keep(self, plan: TapPlan, tick: Tick, made: Letter, stage: Array) -> Spread:
         """This tick's features [J, ...] go to their places."""
@@ -282,24 +279,20 @@ class Spread(NamedTuple):
         at = jnp.asarray(plan.positions)[k]
         return Spread(self.held.write_some(tick.microbatch[stage], made, at, tick.active[stage]))
 
-    def send(self, plan: TapPlan, number: Int[Array, ""], axis: str) -> tuple[tuple[Letter, ...], Spread]:
+    def send(self, plan: TapPlan, number: Int[Array, ""], axis: str) -> tuple[Letter, ...]:
         """Each feature of a round in one hop to the stage of its micro-batch: this stage's own, and what arrives.
 
         Stages with equally many features send in one permute for each distance, so that features are sent and nothing
-        else. The ring that comes back is read: what is written to it later needs no second one.
+        else.
         """
         stages, stage = plan.layout.stages, lax.axis_index(axis)
         first = first_of_group(plan, number)
-        own = self.held.read(first + stage)
-        leaving = [
-            self.held.read(first + (stage + distance) % stages).pick(slice(0, count)) for distance, count in plan.hops
-        ]
-        own, leaving, held = lax.optimization_barrier((own, leaving, self.held))
-        letters = [own]
-        for (distance, count), letter in zip(plan.hops, leaving, strict=True):
+        letters = [self.held.read(first + stage)]
+        for distance, count in plan.hops:
+            letter = self.held.read(first + (stage + distance) % stages)
             pairs = [(s, (s + distance) % stages) for s in range(stages) if len(plan.of_stage[s]) == count]
-            letters.append(letter.send(axis, pairs))
-        return tuple(letters), Spread(held)
+            letters.append(letter.pick(slice(0, count)).send(axis, pairs))
+        return tuple(letters)
 
 
 def first_of_group(plan: TapPlan, number: Int[Array, ""]) -> Int[Array, ""]:
