@@ -199,10 +199,9 @@ def test_no_permute_is_under_a_condition_of_the_stage(mesh):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_memory_does_not_grow_with_micro_batches():
-    """Two rounds need more: the compiler has no loop over them, and keeps what the draft's training of both needs."""
-    two, four, eight = (gradients_of("4x2", m)[1].memory_analysis().temp_size_in_bytes for m in (8, 16, 32))
-    assert 0.99 * four < eight < 1.01 * four
-    assert four < two < 1.5 * four
+    few, *more = (gradients_of("4x2", m)[1].memory_analysis().temp_size_in_bytes for m in (8, 16, 32))
+    for many in more:
+        assert 0.95 * few < many < 1.05 * few
 
 
 def is_permute(op: Operation, scope: str) -> bool:
