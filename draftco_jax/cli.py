@@ -98,13 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Write a policy, a draft or a run in the layouts that transformers and serving engines read.",
         "runs/demo exported --dtype bfloat16",
     )
-    convert.add_argument("source", metavar="SOURCE", help="a policy, a draft or a run directory")
-    convert.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
-    convert.add_argument("--dtype", metavar="NAME", help="bfloat16, float32 or float16 (default: as the source)")
-    convert.add_argument("--kind", metavar="KIND", help="policy or draft (default: what SOURCE is, both of a run)")
-    convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weights file (default: 5GB)")
-    convert.add_argument("--draft-family", metavar="NAME", help="family of a draft that does not say its own")
-    convert.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
+    _add_convert_options(convert)
 
     shards = add(
         "shards",
@@ -134,6 +128,16 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="a policy or a draft to look at")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
     return parser
+
+
+def _add_convert_options(convert: argparse.ArgumentParser) -> None:
+    convert.add_argument("source", metavar="SOURCE", help="a policy, a draft or a run directory")
+    convert.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
+    convert.add_argument("--dtype", metavar="NAME", help="bfloat16, float32 or float16 (default: as the source)")
+    convert.add_argument("--kind", metavar="KIND", help="policy or draft (default: what SOURCE is, both of a run)")
+    convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weights file (default: 5GB)")
+    convert.add_argument("--draft-family", metavar="NAME", help="family of a draft that does not say its own")
+    convert.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
 
 
 def _add_bench_options(bench: argparse.ArgumentParser) -> None:

@@ -33,6 +33,17 @@ def one_hot(token: int, vocab: int) -> Law:
     return tuple(Fraction(int(x == token)) for x in range(vocab))
 
 
+def next_candidate(way: str, q: Law, before: Iterable[int]) -> Law:
+    """Law of the candidate that comes after those `before`, drawn from q by one of the ways of `candidates`."""
+    taken = set(before)
+    if way == "independent":
+        return q
+    if way == "distinct":
+        return normalised(tuple(ZERO if x in taken else value for x, value in enumerate(q)))
+    order = sorted(range(len(q)), key=lambda x: (x in taken, -q[x], x))
+    return one_hot(order[0], len(q))
+
+
 def random_table(rng: np.random.Generator, vocab: int, depth: int, parts: int = SIXTEENTHS) -> Table:
     prefixes = [prefix for n in range(depth + 1) for prefix in itertools.product(range(vocab), repeat=n)]
     return {prefix: random_law(rng, vocab, parts) for prefix in prefixes}.__getitem__

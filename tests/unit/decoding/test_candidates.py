@@ -33,21 +33,10 @@ DRAW = {
 }
 
 
-def drawn_from(rational, way, q, before):
-    """Law of the next candidate."""
-    if way == "independent":
-        return q
-    left = tuple(Fraction(0) if x in before else value for x, value in enumerate(q))
-    if way == "distinct":
-        return rational.normalised(left)
-    order = sorted(range(len(q)), key=lambda x: (x in before, -q[x], x))
-    return rational.one_hot(order[0], len(q))
-
-
 def draws(rational, way, q, count) -> Iterator:
     """(weight, tokens, laws) of all candidates; where nothing is left to draw token 0 stands with a law of zeros."""
     for tokens in itertools.product(range(len(q)), repeat=count):
-        laws = [drawn_from(rational, way, q, tokens[:j]) for j in range(count)]
+        laws = [rational.next_candidate(way, q, tokens[:j]) for j in range(count)]
         each = [law[x] if any(law) else Fraction(x == 0) for law, x in zip(laws, tokens, strict=True)]
         if weight := np.prod(each, initial=Fraction(1)):
             yield weight, tokens, laws
@@ -66,7 +55,7 @@ class Outcome(NamedTuple):
 def judged_as(rational, q, tokens, laws, fault):
     """Tokens in the order of judging, and the law by which each is judged."""
     if fault in ("judged as distinct", "judged as independent"):
-        return tokens, [drawn_from(rational, fault.split()[-1], q, tokens[:j]) for j in range(len(tokens))]
+        return tokens, [rational.next_candidate(fault.split()[-1], q, tokens[:j]) for j in range(len(tokens))]
     if fault == "judged by q":
         return tokens, [q] * len(tokens)
     if fault == "judged in the other order":

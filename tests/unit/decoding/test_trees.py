@@ -37,16 +37,6 @@ CASES = [(shape, way) for shape in SHAPES for way in WAYS]
 VOCAB = 3
 
 
-def next_candidate(rational, way, q, before):
-    if way == "independent":
-        return q
-    left = tuple(Fraction(0) if x in before else value for x, value in enumerate(q))
-    if way == "distinct":
-        return rational.normalised(left)
-    order = sorted(range(len(q)), key=lambda x: (x in before, -q[x], x))
-    return rational.one_hot(order[0], len(q))
-
-
 class Filled(NamedTuple):
     """A tree with tokens; entry i of node i, the root's of no meaning."""
 
@@ -69,7 +59,7 @@ def _fill_from(rational, tree, way, draft, filled) -> Iterator[Filled]:
         return
     parent = tree.parents[node]
     before = [filled.tokens[i] for i in tree.children(parent) if i < node]
-    law = next_candidate(rational, way, draft(filled.paths[parent]), before)
+    law = rational.next_candidate(way, draft(filled.paths[parent]), before)
     for token in range(VOCAB):
         if weight := law[token] if any(law) else Fraction(token == 0):
             path = (*filled.paths[parent], token)
