@@ -16,6 +16,7 @@ _ARRAY = re.compile(rf"\b({'|'.join(NUMBER_BYTES)})\[([\d,]*)\]")
 _CALLERS = "body|condition|to_apply|calls|branch_computations|true_computation|false_computation"
 _CALLED = re.compile(rf"(?:{_CALLERS})=\{{?([^}}\s,]+(?:, %[^}}\s,]+)*)")
 _TRIPS = re.compile(r'known_trip_count[":{ ]+n[": ]+(\d+)')
+_STATED_TRIPS = re.compile(r'op_name="[^"]*\bloop_of_(\d+)/while"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,9 @@ class HloText:
     def times(self) -> dict[str, int | None]:
         """How often each computation runs.
 
-        A loop body runs as often as XLA says (`known_trip_count`); None where that is not known: in a loop without a
-        count, and under a conditional.
+        A loop body runs as often as XLA says (`known_trip_count`), or as the program says that hid it from XLA: a loop
+        straight in a scope `loop_of_n` runs n times. None where that is not known: in a loop without a count, and under
+        a conditional.
         """
         times: dict[str, int | None] = dict.fromkeys(self.bodies, 0)
 
@@ -54,7 +56,7 @@ class HloText:
             known = times.get(name)
             times[name] = None if known is None or count is None else known + count
             for line in self.bodies.get(name, []):
-                trips = _TRIPS.search(line)
+                trips = _TRIPS.search(line) or _STATED_TRIPS.search(line)
                 for group in _CALLED.findall(line):
                     for called in group.replace("%", "").split(", "):
                         if " while(" in line:

@@ -173,15 +173,12 @@ class Program:
         """What `tap_bytes` over Eq. 5 should be.
 
         last_stage sends in every tick with a forward, M + S - 1 of them for M micro-batches; relay on as many links as
-        a feature crosses. all_stages sends for each group of S micro-batches and once for none, before the first group
-        has passed; where all is sent after the ticks (gpipe, and one group alone), once each. host sends a count from
-        stage to stage.
+        a feature crosses. all_stages sends for each group of S micro-batches. host sends a count from stage to stage.
         """
         total = self.plan.schedule.microbatches
         ticks = (total + self.stages - 1) / total
-        rounds = len(self.plan.round_ends)
         if self.plan.placement == "all_stages":
-            return 1.0 if self.plan.late or rounds == 1 else (rounds + 1) / rounds
+            return 1.0
         hops = [self.stages - 1 - made for made in self.plan.made_at if made != self.stages - 1]
         count = ticks * (self.stages - 1) * 4 / (len(hops) * FEATURE_BYTES)
         return {"direct": ticks, "relay": ticks * sum(hops) / len(hops), "host": count}[self.plan.mode]

@@ -182,14 +182,18 @@ class _Pipeline:
         return self._train_late(carry, sent)
 
     def _stretches(self, ends: np.ndarray) -> list[Phase]:
-        """The phases, cut anew: ticks of a kind up to the end of a round; rounds of equal length are one stretch."""
+        """The phases, cut anew: ticks of a kind up to the end of a round; rounds of equal length are one stretch.
+
+        The first round is one by itself: nothing is sent in its ticks.
+        """
         found: list[Phase] = []
-        through = {int(end) + 1 for end in ends}
+        through = [int(end) + 1 for end in ends]
         for _, same in groupby(self.schedule.phases, key=lambda phase: phase[2:]):
             phases = list(same)
             start, stop = phases[0].start, phases[-1].stop
             cuts = sorted({start, stop} | {tick for tick in through if start < tick < stop})
-            for _, equal in groupby(pairwise(cuts), key=lambda cut: (cut[1] - cut[0], cut[1] in through)):
+            kind = lambda cut: (cut[1] - cut[0], cut[1] in through, cut[1] == through[0])  # noqa: E731
+            for _, equal in groupby(pairwise(cuts), key=kind):
                 ticks = list(equal)
                 found.append(phases[0]._replace(start=ticks[0][0], stop=ticks[-1][1]))
         return found
@@ -340,7 +344,7 @@ class _Pipeline:
 
         def body(carry: _Carry, step: tuple[Array, _Row]) -> tuple[_Carry, None]:
             number, rows = step
-            sent = self._send(carry, number - 1) if direct and rounds.stop > 1 else None
+            sent = self._send(carry, number - 1) if direct and rounds.start else None
             carry, _ = lax.scan(partial(self._tick, phase=phase), carry, rows)
             if not direct:
                 own = self._own(self._send(carry, number), number)
@@ -348,13 +352,10 @@ class _Pipeline:
             if sent is None:
                 return carry, None
             sent, carry = self._after(sent, carry)
-            # The condition is the same on all devices, so permutes may stand under it.
-            train = lambda result: self._train(result, *self._own(sent, number - 1))  # noqa: E731
-            result = train(carry.result) if rounds.start else lax.cond(number > 0, train, lambda r: r, carry.result)
-            return carry._replace(result=result), None
+            return carry._replace(result=self._train(carry.result, *self._own(sent, number - 1))), None
 
-        carry, _ = lax.scan(body, carry, (jnp.arange(rounds.start, rounds.stop, dtype=jnp.int32), by_round))
-        return carry
+        steps = jnp.arange(rounds.start, rounds.stop, dtype=jnp.int32), by_round
+        return _scan_of_one(body, carry, steps) if len(rounds) == 1 else lax.scan(body, carry, steps)[0]
 
     def _send(self, carry: _Carry, number: Array) -> tuple[Letter, ...]:
         """The features of a round go to where they are trained on."""
@@ -380,7 +381,7 @@ class _Pipeline:
     def _own(self, sent: tuple[Letter, ...], number: Array) -> tuple[Letter, Array, Array]:
         """This device's micro-batch of a round: its features, its number, and whether there is one."""
         m = first_of_group(self.plan, number) + lax.axis_index(self.axis)
-        return sort_features(self.plan, sent, self.axis), m, (m >= 0) & (m < self.schedule.microbatches)
+        return sort_features(self.plan, sent, self.axis), m, m < self.schedule.microbatches
 
     def _train_late(self, carry: _Carry, sent: tuple[Letter, ...] | None) -> PipelineResult:
         """What is left to train on when all ticks are over; `sent`: the last round, if that is all."""
@@ -440,6 +441,19 @@ class _Pipeline:
         pairs = [(s, (s + step) % stages) for s in range(stages) if self.schedule.chunks > 1 or 0 <= s + step < stages]
         with jax.named_scope("stage_hop"):
             return lax.ppermute(x, self.axis, pairs) if pairs else x
+
+
+def _scan_of_one(body: Callable[[_Carry, Any], tuple[_Carry, None]], carry: _Carry, steps: Any) -> _Carry:
+    """A scan of one step that stays a loop in the compiled program: how often it runs is not told to the compiler.
+
+    A loop that is known to run once would be taken apart, and its parts ordered with all that surrounds them: exchanges
+    no longer lie beside ticks only, and what two rounds need lives at one time.
+    """
+    once = lax.optimization_barrier(jnp.int32(1))
+    step = jax.tree.map(lambda table: table[0], steps)
+    run = lambda state: (state[0] + 1, body(state[1], step)[0])  # noqa: E731
+    with jax.named_scope("loop_of_1"):  # for those who count what runs (`pallas_kernels.hlo_text`)
+        return lax.while_loop(lambda state: state[0] < once, run, (jnp.int32(0), carry))[1]
 
 
 def _kind_of(plan: TapPlan) -> type[Channel]:

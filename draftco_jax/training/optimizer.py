@@ -170,7 +170,10 @@ def sum_gradient(
         dim = tuple(spec).index(MeshAxis.DATA)
         gradient = lax.psum_scatter(gradient, MeshAxis.DATA, scatter_dimension=dim, tiled=True)
         shared -= {MeshAxis.DATA}
-    return (lax.psum(gradient, tuple(sorted(shared))) if shared else gradient).astype(param.dtype)
+    # Axis by axis: two numbers have one sum, so where axes have two devices no transport's order is in the result.
+    for axis in sorted(shared, reverse=True):
+        gradient = lax.psum(gradient, axis)
+    return gradient.astype(param.dtype)
 
 
 def state_shardings(state: optax.OptState, params: Any, layout: StateLayout) -> Any:

@@ -25,7 +25,7 @@ def test_features_send_the_bytes_of_their_formulas(found):
     ratios = found["tap_bytes_over_eq5"]
     assert ratios["last_stage"] == ticks  # in every tick with a forward, also where there is nothing to send
     assert ratios["relay"] == ticks * (3 + 2 + 2 + 1) / 4  # hops of each
-    assert ratios["all_stages"] == (2 + 1) / 2  # two groups, and one exchange before the first has passed
+    assert ratios["all_stages"] == 1
     assert ratios["host"] == ticks * 3 * 4 / (4 * size)  # a count over three links in each tick
     assert ratios == pytest.approx(found["tap_bytes_over_eq5_formula"])
 
@@ -39,7 +39,7 @@ def test_permutes_beside_the_pipelines_own(found):
     assert rows["last_stage"]["tap_permutes"] == 3 * forwards  # a permute a source
     assert rows["relay"]["tap_permutes"] == 3 * forwards  # links with 1, 3 and 4 features
     assert rows["host"]["tap_permutes"] == forwards
-    assert rows["all_stages"]["tap_permutes"] == 3 * 3 * 2  # exchanges, distances, stages with 1 and with 2 features
+    assert rows["all_stages"]["tap_permutes"] == 2 * 3 * 2  # groups, distances, stages with 1 and with 2 features
     assert len({row["activation_bytes"] for row in rows.values()}) == 1
 
 
@@ -53,8 +53,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches_and_that_of_gpipe_does()
     def growth(schedule):
         few, many = (programs.Program(2, count, schedule=schedule) for count in (8, 24))
         sent = few.traffic()
-        # In ticks: four groups and an exchange before the first has passed. gpipe: after its ticks, every feature once.
-        assert sent["tap_bytes"] / sent["eq5_bytes"] == few.formula() == {"1f1b": 5 / 4, "gpipe": 1}[schedule]
+        assert sent["tap_bytes"] / sent["eq5_bytes"] == few.formula() == 1
         return (many.temp_bytes - few.temp_bytes) / 16 / programs.FEATURE_BYTES
 
     # What grows in 1f1b is the rows of tokens and labels, each a 64th of an activation.

@@ -14,9 +14,6 @@ import pytest
 
 CHILD = Path(__file__).resolve().with_name("child.py")
 SECONDS = 240
-# Of squared norms, relative: gradients are float32 sums of up to eight devices, in the order of the transport; measured
-# 0 and 1e-7.
-CLOSE = 1e-6
 
 
 def free_port() -> int:
@@ -59,9 +56,4 @@ def test_two_processes_give_what_one_gives(repository):
     assert float(alone["draft/squared_norm"]) > 0
     assert float(alone["pipeline/wrong_stamps"]) == 0
     assert parts[0] == parts[1], "both hold the same results, to the last digit"
-    assert parts[0].keys() == alone.keys()
-    for name, value in alone.items():
-        if name.endswith("squared_norm"):
-            assert float(parts[0][name]) == pytest.approx(float(value), rel=CLOSE), name
-        else:
-            assert parts[0][name] == value, name
+    assert parts[0] == alone

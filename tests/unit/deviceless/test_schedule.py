@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pallas_kernels.deviceless import permutes
-from pallas_kernels.hlo_text import Operation, arrays
+from pallas_kernels.hlo_text import HloText, Operation, arrays
 
 HLO = """HloModule m, is_scheduled=true
 
@@ -86,3 +86,17 @@ def test_operations_with_tuples_of_tuples_are_read():
     assert (operation.name, operation.opcode, operation.operands) == ("a.1", "foo-start", ("x", "y.2"))
     assert [arrays(part) for part in operation.types] == [[("f32", 8), ("s32", 4)], [("pred", 3), ("s32", 4)]]
     assert Operation.of("}") is None and Operation.of("") is None
+
+
+def test_a_loop_whose_trips_are_hidden_may_state_them():
+    """Of its own scope only: a loop inside one that does so has stated nothing."""
+    counted = HloText.of(HLO).times()
+    assert (counted["body"], counted["inner"]) == (6, 2)
+    known = 'backend_config={"known_trip_count":{"n":"6"}}'
+
+    def times(name: str) -> dict[str, int | None]:
+        return HloText.of(HLO.replace(known, f'metadata={{op_name="jit(f)/{name}"}}')).times()
+
+    assert times("loop_of_3/while")["body"] == 3
+    assert times("rounds/while")["body"] is None
+    assert times("loop_of_3/while/body/while")["body"] is None
