@@ -38,10 +38,11 @@ class CachedCall(NamedTuple):
 
     start: jax.Array  # i32[B] position of the first
     angles: tuple[jax.Array, jax.Array] | None  # f32[B, T, 1, h] cos and sin; None: no rotation
-    visible: jax.Array  # bool[B, T, S] slots at or before each token's own position
+    visible: Any  # what the cache's `seen` said: bool[B, T, S] slots at or before each token's own position, or pages
     lengths: jax.Array | None = None  # i32[B] real tokens of the T where this is a padded prompt; None: all are
     # With `lengths` the state afterwards is settled: that after the real tokens, with nothing to be rolled back.
-    active: jax.Array | None = None  # bool[B, T] tokens whose output is read; others use no expert. None: all
+    active: jax.Array | None = None  # bool[B, T] tokens whose output is read, the first ones of each request; the
+    # others use no expert and no page. None: all
 
 
 @runtime_checkable
@@ -57,5 +58,5 @@ class Mixer(Protocol):
         ...
 
     def step(self, x: Float[Array, "B T D"], state: Any, call: CachedCall) -> tuple[Float[Array, "B T D"], Any]:
-        """New tokens. T is lookahead + 1, or anything where `call.lengths` is given."""
+        """New tokens. T is at most lookahead + 1, or anything where `call.lengths` is given."""
         ...

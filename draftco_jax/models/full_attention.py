@@ -21,10 +21,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
-from draftco_jax.models.attention import attend
 from draftco_jax.models.calls import CachedCall, PackedCall
-from draftco_jax.models.kv_cache import LayerCache, write
+from draftco_jax.models.kv_cache import LayerCache
 from draftco_jax.models.layers import Linear, LinearGroup, NormRule, RMSNorm, parameter, rotate
+from draftco_jax.models.paged_cache import PagedLayer
+
+AttentionState = LayerCache | PagedLayer
+"""Both are written and read alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +94,12 @@ class FullAttention(nnx.Module):
         return LayerCache(zeros, zeros)
 
     def step(
-        self, x: Float[Array, "B T D"], state: LayerCache, call: CachedCall
-    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        self, x: Float[Array, "B T D"], state: AttentionState, call: CachedCall
+    ) -> tuple[Float[Array, "B T D"], AttentionState]:
         """New tokens: their keys are written to the cache and read from it."""
         q, k, v, gate = self._project(x, call.angles)
-        state = write(state, k, v, call.start)
-        mask = call.visible
-        if self.spec.window is not None:
-            place = call.start[:, None] + jnp.arange(x.shape[1], dtype=call.start.dtype)[None, :]
-            slots = jnp.arange(mask.shape[2], dtype=call.start.dtype)[None, None, :]
-            mask = mask & (slots > (place - self.spec.window)[:, :, None])
-        return self._output(attend(q, state.keys, state.values, mask, self._sinks()), gate), state
+        state = state.put(k, v, call)
+        return self._output(state.read(q, call, self.spec.window, self._sinks()), gate), state
 
     def _project(
         self, x: Array, angles: tuple[Array, Array] | None, packed: PackedRows = WHOLE_ROWS

@@ -33,7 +33,7 @@ from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.calls import CachedCall, PackedCall
 from draftco_jax.models.delta_rule import CHUNK, DeltaInputs, delta_rule_chunked, delta_rule_packed
 from draftco_jax.models.layers import Initializer, Linear, LinearGroup, parameter
-from draftco_jax.models.recurrent import Documents, ShortConvolution, documents, window_after
+from draftco_jax.models.recurrent import Documents, ShortConvolution, documents, filled, window_after
 from pallas_kernels.manual_axes import cast, varying_axes
 
 # Added to the squared length of keys and queries; not a config field of the published model.
@@ -140,9 +140,9 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], GatedDeltaState]:
         """New tokens at `call.start`, which is at least `state.position` and at most the end of the last call."""
         room = state.pending.beta.shape[1]
-        if call.lengths is None and x.shape[1] != room:
+        if call.lengths is None and x.shape[1] > room:
             raise ValueError(
-                f"x={x.shape} must hold {room} tokens a request (lookahead + 1); give `lengths` to read a prompt"
+                f"x={x.shape} must hold <= {room} tokens a request (lookahead + 1); give `lengths` to read a prompt"
             )
         memory, window = self._rolled_back(state, call.start - state.position)
         mixed, inputs = self.conv1d.step(self._qkv(x), window)
@@ -151,6 +151,7 @@ class GatedDeltaNet(nnx.Module):
         y = self._finish(answers, x)
         if call.lengths is None:
             pending = Pending(brought.k, brought.v, brought.log_decay, brought.beta)
+            inputs, pending = filled((inputs, pending), room - x.shape[1])
             return y, GatedDeltaState(memory, call.start, inputs.astype(state.inputs.dtype), pending)
         window = window_after(inputs, call.lengths, self.conv1d.width).astype(state.inputs.dtype)
         unread = ((0, 0), (0, room), (0, 0))

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from draftco_jax.models.attention import attend
+from draftco_jax.models.calls import CachedCall
 from draftco_jax.models.layers import rotary_angles
 from draftco_jax.numerics.rows import slice_rows
 
@@ -22,6 +24,25 @@ class LayerCache(NamedTuple):
 
     keys: jax.Array  # [B, K, S, H]
     values: jax.Array  # [B, K, S, H]
+
+    def put(self, keys: Float[Array, "B T K H"], values: Float[Array, "B T K H"], call: CachedCall) -> LayerCache:
+        """With T consecutive slots of each request written, beginning at `call.start`."""
+        return write(self, keys, values, call.start)
+
+    def read(
+        self,
+        queries: Float[Array, "B T N H"],
+        call: CachedCall,
+        window: int | None = None,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> Float[Array, "B T N H"]:
+        """Attention of the queries at call.start, call.start + 1, ... over the slots they see, at most `window`."""
+        mask = call.visible
+        if window is not None:
+            place = call.start[:, None] + jnp.arange(queries.shape[1], dtype=call.start.dtype)[None, :]
+            slots = jnp.arange(mask.shape[2], dtype=call.start.dtype)[None, None, :]
+            mask = mask & (slots > (place - window)[:, :, None])
+        return attend(queries, self.keys, self.values, mask, sinks)
 
 
 class Cache(NamedTuple):
@@ -44,12 +65,24 @@ class Cache(NamedTuple):
         self, start: Int[Array, " B"], tokens: int
     ) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
         """Angles of the T slots from `start` on; start + T <= capacity."""
-        batch = start.shape[0]
-        rows = [
-            slice_rows(jnp.broadcast_to(table[None], (batch, *table.shape)), start, tokens)[:, :, None]
-            for table in (self.cos, self.sin)
-        ]
-        return rows[0], rows[1]
+        return angles_of_slots(self.cos, self.sin, start, tokens)
+
+    def seen(self, start: Int[Array, " B"], tokens: int, active: Array | None) -> Bool[Array, "B T S"]:
+        """Which slots the T queries at start, start + 1, ... see."""
+        del active  # what is written for other tokens is overwritten before it is seen
+        return visible_slots(self.capacity, start, tokens)
+
+
+def angles_of_slots(
+    cos: Float[Array, "S h"], sin: Float[Array, "S h"], start: Int[Array, " B"], tokens: int
+) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
+    """Rows start, start + 1, ... of the tables of all slots."""
+    batch = start.shape[0]
+    rows = [
+        slice_rows(jnp.broadcast_to(table[None], (batch, *table.shape)), start, tokens)[:, :, None]
+        for table in (cos, sin)
+    ]
+    return rows[0], rows[1]
 
 
 def empty_cache(

@@ -45,7 +45,7 @@ from jaxtyping import Array, Float, Float32, Int
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.calls import CachedCall, PackedCall
 from draftco_jax.models.layers import Initializer, Linear, LinearGroup, parameter
-from draftco_jax.models.recurrent import Documents, ShortConvolution, documents, window_after
+from draftco_jax.models.recurrent import Documents, ShortConvolution, documents, filled, window_after
 from pallas_kernels.manual_axes import cast, varying_axes
 
 STEP_RANGE = (1e-3, 0.1)  # of dt at the start of training, as published
@@ -353,15 +353,15 @@ class Mamba2(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Mamba2State]:
         """New tokens, after the kept ones of the last call; 0 <= start - position <= K is the caller's promise."""
         length, room = x.shape[1], state.pending.dt.shape[1]
-        if call.lengths is None and length != room:
-            raise ValueError(f"T={length} must be lookahead + 1 = {room} in a call without lengths; state lengths")
+        if call.lengths is None and length > room:
+            raise ValueError(f"T={length} must be <= lookahead + 1 = {room} in a call without lengths; state lengths")
         state = self._settle(state, call.start)
         z, xbc, dt = self._project(x)
         mixed, inputs = self.conv1d.step(xbc, state.window)
         tokens = self._tokens(mixed, dt, _one_document(x.shape[:2], call.lengths))
         y, last = ssd_chunked(tokens, self._rates(), state.s, chunk=self.sizes.chunk)
         if call.lengths is None:
-            kept = Pending(xbc.astype(state.pending.xbc.dtype), dt)
+            kept = filled(Pending(xbc.astype(state.pending.xbc.dtype), dt), room - length)
             return self._output(y, tokens, z), state._replace(pending=kept)
         window = window_after(inputs, call.lengths, self.sizes.conv_width).astype(state.window.dtype)
         state = state._replace(window=window, s=last, position=call.start + call.lengths)

@@ -236,6 +236,12 @@ def window_after(inputs: Float[Array, "B S C"], kept: Int32[Array, " B"], width:
     return slice_rows(inputs, kept, width - 1)
 
 
+def filled(tree: Tree, missing: int) -> Tree:
+    """Every array [B, T, ...] with zeros after its tokens: the room of a call with fewer tokens than there may be."""
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
+    return jax.tree.map(pad, tree) if missing else tree
+
+
 def _weighted(taps: list[Array], weight: Array, bias: Array | None) -> Array:
     """sum_i weight[:, i] * taps[i], oldest tap first, summed in float32; the dtype of the taps."""
     weight32 = weight.astype(jnp.float32)

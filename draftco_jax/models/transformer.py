@@ -20,12 +20,13 @@ from draftco_jax.models.block import Block
 from draftco_jax.models.calls import CachedCall, PackedCall
 from draftco_jax.models.compute import FLOAT32, ComputeConfig
 from draftco_jax.models.full_attention import AttentionSpec
-from draftco_jax.models.kv_cache import Cache, visible_slots
+from draftco_jax.models.kv_cache import Cache
 from draftco_jax.models.layer_runs import Run, find_runs
 from draftco_jax.models.layer_walk import BlockCall, Walked, Way, in_loops, one_by_one
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, NormRule, RMSNorm, parameter
 from draftco_jax.models.moe import MoEConfig
 from draftco_jax.models.moe_routing import RoutingSums, routing_sums
+from draftco_jax.models.paged_cache import PagedCache
 from draftco_jax.models.rotary import Rotary
 from draftco_jax.models.vocabulary import logits, lookup
 
@@ -161,7 +162,7 @@ class StepOutput(NamedTuple):
 
     hidden: jax.Array  # [B, T, D] final-normed
     taps: jax.Array  # [B, T, A]
-    cache: Cache
+    cache: Any  # of the kind that was given
     experts: jax.Array | None  # i32[B, T, M, k] ids; None: a policy without experts
 
 
@@ -239,7 +240,7 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         start: Int[Array, " B"],
-        cache: Cache,
+        cache: Cache | PagedCache,
         *,
         tap_layers: Sequence[int],
         lengths: Int[Array, " B"] | None = None,
@@ -247,12 +248,14 @@ class Decoder(nnx.Module):
     ) -> StepOutput:
         """The same for T new tokens at positions start, start + 1, ... whose past is in the cache.
 
-        `lengths`: the tokens are prompts of these lengths, padded; None: they are a call of lookahead + 1 tokens.
-        `active`: tokens whose output may be read; the others, after them in each request, use no expert. None: all.
+        `lengths`: the tokens are (pieces of) prompts of these lengths, padded; None: they are a call of at most
+        lookahead + 1 tokens.
+        `active`: tokens whose output may be read; the others, after them in each request, use no expert and no page.
+        None: all.
         """
         count = tokens.shape[1]
         angles = None if self.cfg.rotary is None else cache.angles_at(start, count)
-        call = CachedCall(start, angles, visible_slots(cache.capacity, start, count), lengths, active)
+        call = CachedCall(start, angles, cache.seen(start, count, active), lengths, active)
 
         def block(module: Block, x: Array, state: Any, chosen: Array | None) -> tuple[Array, Any, Any]:
             del chosen  # a rollout records its routing and replays none
@@ -273,7 +276,7 @@ class Decoder(nnx.Module):
         return one_by_one(self.layers, way, x, states)
 
     def empty_cache(self, batch: int, capacity: int, lookahead: int = 0) -> Cache:
-        """Room for `capacity` tokens of each request, read in calls of lookahead + 1 tokens after the prompt."""
+        """Room for `capacity` tokens of each request, read in calls of up to lookahead + 1 tokens after the prompt."""
         cfg, dtype = self.cfg, jnp.dtype(self.compute.dtype)
         empty = lambda block: block.empty_state(batch, capacity, lookahead, dtype)  # noqa: E731
         if self.compute.scan_layers:

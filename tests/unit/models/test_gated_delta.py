@@ -195,6 +195,17 @@ def test_a_rejected_token_would_show(graph, params, step):
         assert (np.abs(fewer - more).max(axis=(1, 2)) > 100 * CLOSE).all()
 
 
+def test_a_call_of_fewer_tokens_is_read_on_from_any_of_them(graph, params, forward, step):
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(3, 2 + NEW, WIDTH)).astype(np.float32)
+    state = graph.merge(params).empty_state(3, 64, LOOKAHEAD, jnp.float32)
+    _, state = step(x[:, :2], state, [0, 0, 0])
+    y, _ = step(x[:, 2:], state, [0, 1, 2])
+    whole = read_anew(forward, [np.concatenate([x[kept, :kept], x[kept, 2:]]) for kept in range(3)])
+    for kept in range(3):
+        np.testing.assert_allclose(y[kept], whole[kept][kept:], rtol=0, atol=CLOSE)
+
+
 def test_a_prompt_may_be_read_in_parts_and_padding_is_not_read(graph, params, forward, step):
     """Prompts of 7, 1 and 4 tokens, then more of each: what stands behind a prompt has no effect at all."""
     rng = np.random.default_rng(3)
@@ -230,7 +241,7 @@ def test_low_precision_agrees_between_packed_and_cached(graph, params, step):
 
 def test_wrong_sizes_are_refused(graph, params, step):
     state = graph.merge(params).empty_state(3, 64, LOOKAHEAD, jnp.float32)
-    with pytest.raises(ValueError, match="must hold 4 tokens a request"):
+    with pytest.raises(ValueError, match="must hold <= 4 tokens a request"):
         step(np.zeros((3, 5, WIDTH), np.float32), state, np.zeros(3))
     with pytest.raises(ValueError, match="value_heads=3 must be a multiple of key_heads=2"):
         GatedDeltaNet(WIDTH, key_heads=2, value_heads=3, key_dim=4, value_dim=6, eps=1e-6, rngs=nnx.Rngs(0))

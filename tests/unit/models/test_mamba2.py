@@ -207,9 +207,18 @@ def test_a_prompt_may_follow_kept_tokens(layer):
     assert np.asarray(state.position).tolist() == [9, 9, 9, 9]
 
 
-def test_a_call_of_another_length_is_refused(layer):
-    with pytest.raises(ValueError, match=r"T=2 must be lookahead \+ 1 = 4"):
-        layer.step(jnp.asarray(inputs(0, BATCH, 2)), empty(layer, BATCH), i32(0, 0, 0, 0))
+def test_a_call_of_fewer_tokens_is_read_on_from_any_of_them(layer):
+    x = inputs(9, BATCH, 6)
+    state = layer.step(jnp.asarray(x[:, :2]), empty(layer, BATCH), i32(0, 0, 0, 0))[1]
+    y = layer.step(jnp.asarray(x[:, 2:]), state, i32(0, 1, 2, 1))[0]
+    for row, kept in enumerate((0, 1, 2, 1)):
+        wanted = whole(layer, [np.concatenate([x[row, :kept], x[row, 2:]])])
+        np.testing.assert_allclose(y[row], wanted[0, kept : kept + 4], rtol=0, atol=ATOL)
+
+
+def test_a_call_of_more_tokens_than_there_is_room_for_is_refused(layer):
+    with pytest.raises(ValueError, match=r"T=5 must be <= lookahead \+ 1 = 4"):
+        layer.step(jnp.asarray(inputs(0, BATCH, 5)), empty(layer, BATCH), i32(0, 0, 0, 0))
 
 
 # ---- parameters and dtypes ----
