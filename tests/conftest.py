@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -77,3 +78,16 @@ def as_users_compile() -> dict[str, int | bool]:
 def compiled_in_full() -> bool:
     """Whether programs are compiled as users compile them."""
     return os.environ.get("DRAFTCO_TEST_COMPILE") == "full"
+
+
+@pytest.fixture(scope="session")
+def native_matmul() -> Iterator[None]:
+    """The compiled product of few rows, built once into the repository's cache."""
+    from pallas_kernels.skinny_matmul.build import build, compiler
+
+    if compiler() is None:
+        pytest.skip("no C++ compiler: implementation='native' of skinny_matmul cannot be built")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(REPOSITORY / ".cache"))
+        build()
+        yield
