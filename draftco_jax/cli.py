@@ -84,6 +84,14 @@ def build_parser() -> argparse.ArgumentParser:
     report = add("report", _report, "Write report.html and its plots for a run.", "runs/demo")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
 
+    generate = add(
+        "generate",
+        _generate,
+        "Write responses of a policy to the prompts of a file, one JSON object a line.",
+        "runs/exported/policy --prompts prompts.txt --draft runs/exported/draft --out responses.jsonl",
+    )
+    _add_generate_options(generate)
+
     bench = add(
         "bench",
         _bench,
@@ -128,6 +136,23 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="a policy or a draft to look at")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
     return parser
+
+
+def _add_generate_options(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument("model", metavar="MODEL", help="folder of a policy with its tokenizer, or shipped:NAME")
+    generate.add_argument("--prompts", required=True, metavar="FILE", help="a prompt a line; - reads standard input")
+    generate.add_argument("--format", choices=("text", "jsonl"), help="of FILE (default: jsonl if it ends so, or text)")
+    generate.add_argument("--out", default="-", metavar="FILE", help="where responses go (default: standard output)")
+    generate.add_argument("--draft", metavar="DIR", help="folder of a draft for this policy, shipped:NAME, or ngram")
+    generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and caches")
+    generate.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="max_new_tokens, samples, batch, draft_length, verification, stop_strings, seed, sampling.temperature, "
+        "sampling.top_k, sampling.top_p; may be repeated",
+    )
 
 
 def _add_convert_options(convert: argparse.ArgumentParser) -> None:
@@ -210,6 +235,25 @@ def _report(options: argparse.Namespace) -> None:
 
     write_report(options.run_dir)
     print(f"Report is {options.run_dir / 'report.html'}")
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from draftco_jax.config_io import apply_overrides
+    from draftco_jax.generate import GenerateConfig
+    from draftco_jax.generate.command import generate_file
+
+    print(
+        generate_file(
+            apply_overrides(GenerateConfig(), options.set),
+            options.model,
+            options.draft,
+            prompts=options.prompts,
+            form=options.format,
+            out=options.out,
+            dtype=options.dtype,
+        ),
+        file=sys.stderr if options.out == "-" else sys.stdout,
+    )
 
 
 def _bench(options: argparse.Namespace) -> None:

@@ -1,0 +1,123 @@
+"""`draftco generate` on a shipped policy: responses do not depend on draft, batch or company, and say why they end."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from draftco_jax.cli import main
+from draftco_jax.config import resolve_checkpoint
+from draftco_jax.decoding.engine import Engine
+from draftco_jax.errors import UserError
+from draftco_jax.generate import GenerateConfig, Generator, load_model
+from draftco_jax.generate.prompts import read_prompts
+from draftco_jax.numerics.sampling import SamplingConfig
+
+POLICY = "shipped:arithmetic2/policy"
+FOLDER = resolve_checkpoint(POLICY)
+TEXTS = ["12+34=", "99+9=", "55+66="]
+GREEDY = GenerateConfig(sampling=SamplingConfig(temperature=0.0), max_new_tokens=40, batch=2)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return load_model(FOLDER, None)
+
+
+@pytest.fixture(scope="module")
+def drafted():
+    return load_model(FOLDER, str(resolve_checkpoint("shipped:arithmetic2/draft")))
+
+
+def responses(model, cfg, texts=TEXTS):
+    generator = Generator(model, cfg, read_prompts(texts, "prompts", "text", FOLDER, model.tokenizer))
+    return list(generator.run()), generator
+
+
+@pytest.fixture(scope="module")
+def greedy(plain):
+    return responses(plain, GREEDY)[0]
+
+
+def test_a_draft_changes_nothing_but_the_time(greedy, drafted):
+    """Three prompts in batches of two: the last batch is padded."""
+    found, generator = responses(drafted, GREEDY)
+    assert [(r.index, r.tokens, r.text) for r in found] == [(r.index, r.tokens, r.text) for r in greedy]
+    for one, other in zip(found, greedy, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert sum(s.committed for s in generator.stats) > 1.5 * sum(s.rounds for s in generator.stats)
+
+
+def test_a_response_says_why_it_ended(plain, greedy):
+    assert {r.stop_reason for r in greedy} == {"stop_token"}
+    assert all(r.tokens[-1] == r.stop == plain.tokenizer.eos_id for r in greedy)
+    assert all(len(r.tokens) == len(r.logprobs) for r in greedy)
+    string = greedy[0].text[3:5]
+    cut = responses(plain, replace(GREEDY, stop_strings=(string,)))[0]
+    assert cut[0].text == greedy[0].text[: greedy[0].text.index(string)]
+    assert (cut[0].stop_reason, cut[0].stop) == ("stop_string", string)
+    assert cut[0].tokens == greedy[0].tokens[: len(cut[0].tokens)] and len(cut[0].tokens) == len(cut[0].logprobs)
+
+
+def test_samples_depend_on_seed_prompt_and_number_alone(plain):
+    cfg = GenerateConfig(max_new_tokens=40, batch=4, samples=2)
+    found = responses(plain, cfg)[0]
+    assert [(r.index, r.sample) for r in found] == [(p, s) for p in range(3) for s in range(2)]
+    tokens = {(r.index, r.sample): r.tokens for r in found}
+    alone = responses(plain, replace(cfg, samples=1, batch=3))[0]
+    assert all(tokens[r.index, 0] == r.tokens for r in alone)
+    other = responses(plain, replace(cfg, seed=1))[0]
+    assert [r.tokens for r in other] != [r.tokens for r in found]
+
+
+def test_the_context_limits_a_response(plain):
+    room = plain.cfg.max_position_embeddings - len(plain.tokenizer.encode(TEXTS[0]))
+    assert responses_of(plain, replace(GREEDY, max_new_tokens=10**6)).max_new_tokens == room
+    with pytest.raises(UserError, match=f"prompts line 2 has {room + 9} tokens, which must be <="):
+        responses_of(plain, GREEDY, [TEXTS[0], "1" * (room + 8)])
+
+
+def responses_of(model, cfg, texts=TEXTS[:1]):
+    return Generator(model, cfg, read_prompts(texts, "prompts", "text", FOLDER, model.tokenizer))
+
+
+def test_the_command_writes_a_line_for_each_response(tmp_path, monkeypatch, capsys, greedy):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS) + "\n"))
+    out = tmp_path / "responses.jsonl"
+    settings = ["sampling.temperature=0", "max_new_tokens=40", "batch=2"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    assert main(["generate", POLICY, "--prompts", "-", "--out", str(out), *options]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["given"]["prompt"] for line in lines] == TEXTS
+    assert [line["tokens"] for line in lines] == [r.tokens for r in greedy]
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"3 responses to 3 prompts are in {out}: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere", "--prompts", "-"], "nowhere is not a folder"),
+        ([POLICY, "--prompts", "nowhere.txt"], "--prompts nowhere.txt cannot be read"),
+        ([POLICY, "--prompts", "-", "--out", "nowhere/x"], "there is no folder nowhere"),
+        ([POLICY, "--prompts", "-", "--draft", "nowhere"], "draft nowhere is neither a folder nor 'ngram'"),
+        ([POLICY, "--prompts", "-", "--draft", POLICY], "holds no draft that is known here"),
+        ([POLICY, "--prompts", "-", "--draft", "shipped:arithmetic3/draft"], "is not for"),
+        ([POLICY, "--prompts", "-", "--set", "batch=0"], "batch=0 must be >= 1"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(arguments, says, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n"))
+    monkeypatch.setattr(Engine, "generate", lambda *_: pytest.fail("nothing is generated"))
+    assert main(["generate", *arguments]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and says in said[0], said
+
+
+def test_a_draft_length_beyond_the_draft_is_refused(plain):
+    model = load_model(FOLDER, str(resolve_checkpoint("shipped:arithmetic2/dflash")))
+    most = model.draft_cfg.max_draft_length
+    with pytest.raises(UserError, match=f"draft_length={most + 1} must be <= {most}"):
+        responses_of(model, replace(GREEDY, draft_length=most + 1))
