@@ -108,7 +108,7 @@ def per_label_loss(
 
     A term with weight 0 is not looked at. Cross-entropies of labels that the draft cannot learn are 0: the policy's
     mode (soft) or the label (hard) is no draft id. Terms in a keep such labels, which can be rejected but not left
-    out. Under top-k or top-p the losses take a of the unfiltered laws.
+    out. Under top-k, top-p or min-p the losses take a of the unfiltered laws.
 
     Args:
         terms: of labels [n, R, A].

@@ -78,7 +78,7 @@ def law_pair_terms(
 ) -> LawPairTerms:
     """Return the terms of N labels; gradients reach `draft_features` and `draft_kernel` only.
 
-    Losses see the temperature only. With top-k or top-p `overlap` is that of the filtered laws, for which logits
+    Losses see the temperature only. With top-k, top-p or min-p `overlap` is that of the filtered laws, for which logits
     [chunk, V] of both heads are made; otherwise nothing through the vocabulary is larger than [chunk, tile]. Every row
     must be finite, also rows whose terms are masked afterwards.
 
@@ -181,7 +181,7 @@ _tempered_terms.defvjp(_forward, _backward)
 
 
 def _filtered_overlap(static: Static, draft: _Draft, fixed: _Fixed, sampling: SamplingConfig) -> Float32[Array, " N"]:
-    """sum_v min(p(v), q(v)) of the laws that top-k and top-p leave; dense over the vocabulary."""
+    """sum_v min(p(v), q(v)) of the laws that the filters leave; dense over the vocabulary."""
 
     def step(overlap: Array, start: Array | int, fresh: Array) -> Array:
         chunk = _chunk_of(static, draft, fixed, start, fresh.shape[0])

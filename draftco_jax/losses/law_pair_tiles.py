@@ -21,13 +21,11 @@ class LawPairTerms(NamedTuple):
     soft_cross_entropy: Array  # -sum_v p~(v) log q(v) over draft ids
     hard_cross_entropy: Array  # -log q(label); 0, without gradient, where the draft lacks the label
     l1: Array  # sum_v |p(v) - q(v)| over all target ids, in [0, 2]; q = 0 on ids the draft lacks
-    overlap: (
-        Array  # sum_v min(p(v), q(v)): what a rollout accepts; of the FILTERED laws, no gradient, under top-k/top-p
-    )
+    overlap: Array  # sum_v min(p(v), q(v)): what a rollout accepts; of the FILTERED laws, no gradient, under a filter
     mode_kept: Array  # 1 where the policy's most likely token is a draft id; no gradient
     label_kept: Array  # 1 where the label is a draft id; no gradient
     label_is_mode: Array  # 1 where the draft's most likely token is the label; no gradient
-    unfiltered_overlap: Array | None = None  # sum_v min(p, q) before top-k/top-p, differentiable; None: it is `overlap`
+    unfiltered_overlap: Array | None = None  # sum_v min(p, q) before the filters, differentiable; None: it is `overlap`
 
 
 class Static(NamedTuple):

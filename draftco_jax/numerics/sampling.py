@@ -1,7 +1,8 @@
 """Turn logits into the law that tokens are drawn from.
 
 Order of operations, the same for policy and draft: divide by the temperature, keep the top k, keep the nucleus of
-mass p, renormalise. Everything here is float32 whatever comes in.
+mass p, leave out what is less than min-p times as likely as the likeliest token, renormalise. Everything here is
+float32 whatever comes in. `request_sampling` does the same with settings that differ from row to row.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 # One stream per purpose, so that the uniform that proposes a token is independent of the one that judges it.
 PROPOSE, ACCEPT, COMMIT = 0, 1, 2
@@ -32,6 +33,9 @@ class SamplingConfig:
     """0 keeps all tokens."""
     top_p: float = 1.0
     """Mass of the nucleus in (0, 1]; 1 keeps all tokens."""
+    min_p: float = 0.0
+    """Tokens stay whose probability is at least min_p times the largest one; in [0, 1), 0 keeps all tokens. The ratio
+    is that of the tempered law, which top-k and top-p do not change."""
 
     def __post_init__(self) -> None:
         """Refuse values that name no law."""
@@ -44,6 +48,8 @@ class SamplingConfig:
             raise ValueError(f"top_k={self.top_k} must be >= 0; use 0 to keep all tokens")
         if not (0.0 < self.top_p <= 1.0):
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]; use 1 to keep all tokens")
+        if not (0.0 <= self.min_p < 1.0):
+            raise ValueError(f"min_p={self.min_p} must be in [0, 1); use 0 to keep all tokens")
 
     @property
     def greedy(self) -> bool:
@@ -52,14 +58,14 @@ class SamplingConfig:
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k or top-p cut the support."""
-        return self.top_k > 0 or self.top_p < 1.0
+        """Whether top-k, top-p or min-p cut the support."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 def support(
     logits: Float[Array, "*b V"], sampling: SamplingConfig, keep: Int[Array, "*b"] | None = None
 ) -> Bool[Array, "*b V"]:
-    """Tokens that top-k and top-p leave in the law. Ties are broken towards the smaller id.
+    """Tokens that top-k, top-p and min-p leave in the law. Ties are broken towards the smaller id.
 
     Args:
         logits: already divided by the temperature, float32.
@@ -67,19 +73,52 @@ def support(
         keep: a token that stays in the support whatever the filters say. The trainer passes the sampled token here:
             it was inside the support when it was drawn, and rounding must not push it out afterwards.
     """
-    vocab = logits.shape[-1]
-    ids = jnp.expand_dims(jnp.arange(vocab), range(logits.ndim - 1))
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    rank = jnp.argsort(order, axis=-1, stable=True)
-    kept = rank < (sampling.top_k if sampling.top_k > 0 else vocab)
-    if sampling.top_p < 1.0:
-        probs = jax.nn.softmax(jnp.where(kept, logits, -jnp.inf), axis=-1)
-        sorted_probs = jnp.take_along_axis(probs, order, axis=-1)
-        mass_before = jnp.cumsum(sorted_probs, axis=-1) - sorted_probs
-        kept &= jnp.take_along_axis(mass_before, rank, axis=-1) < sampling.top_p
+    top_k = min(sampling.top_k, logits.shape[-1]) if sampling.top_k > 0 else None
+    top_p = sampling.top_p if sampling.top_p < 1.0 else None
+    kept = best_tokens(logits, top_k, top_p)
+    if sampling.min_p > 0.0:
+        kept &= likely_tokens(logits, sampling.min_p)
     if keep is not None:
+        ids = jnp.expand_dims(jnp.arange(logits.shape[-1]), range(logits.ndim - 1))
         kept |= ids == keep[..., None]
     return kept
+
+
+def best_tokens(
+    logits: Float[Array, "*b V"], top_k: int | Int[Array, "*#b"] | None, top_p: float | Float[Array, "*#b"] | None
+) -> Bool[Array, "*b V"]:
+    """The top k (0: all), then the nucleus of mass p of what they hold; ties go to the smaller id. None: not asked for.
+
+    Both keep a prefix of the tokens in falling order, so one sort does, and the last token kept tells for each other
+    one whether it comes before.
+    """
+    if top_k is None and top_p is None:
+        return jnp.ones(logits.shape, bool)
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    falling, order = jax.lax.sort((-logits, ids), num_keys=1, is_stable=True)
+    falling, kept = -falling, jnp.ones(logits.shape, bool)
+    if top_k is not None:
+        kept = ids < _column(jnp.where(jnp.asarray(top_k) > 0, top_k, logits.shape[-1]), logits)
+    if top_p is not None:
+        probs = jax.nn.softmax(jnp.where(kept, falling, -jnp.inf), axis=-1)
+        mass_before = jnp.cumsum(probs, axis=-1) - probs
+        mass = _column(jnp.asarray(top_p, jnp.float32), logits)
+        # The sum may reach 1 before the last token by rounding: where all is asked for, nothing is compared.
+        kept &= (mass_before < mass) | (mass >= 1.0)
+    last = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32) - 1
+    worst, its_id = jnp.take_along_axis(falling, last, axis=-1), jnp.take_along_axis(order, last, axis=-1)
+    return (logits > worst) | ((logits == worst) & (ids <= its_id))
+
+
+def likely_tokens(logits: Float[Array, "*b V"], min_p: float | Float[Array, "*#b"]) -> Bool[Array, "*b V"]:
+    """Tokens at least min_p times as likely as the likeliest; 0 keeps all."""
+    ratio = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    return ratio >= _column(jnp.asarray(min_p, jnp.float32), logits)
+
+
+def _column(value: Shaped[Array, "*b"], logits: Float[Array, "*c V"]) -> Shaped[Array, "..."]:
+    """A setting per row, or one for all, laid against rows of tokens."""
+    return jnp.broadcast_to(value, logits.shape[:-1])[..., None] if value.ndim else value
 
 
 def log_law(

@@ -12,7 +12,7 @@ no sampling from p either; it has no place here.
 
 What exactness asks of the caller: the text was drawn by THESE weights under the sampling settings of now, and it was
 picked without a look at its tokens or reward. A token that q says is impossible (a text of other weights, or rounding
-at the edge of a top-k or top-p filter) ends the proposal before it.
+at the edge of a filter) ends the proposal before it.
 
 One pass of the old policy over the H tokens is made when a request starts; it keeps f32 or bf16 [B, H, D] states, from
 which each round makes k rows of logits. The token sampled at prefill, and the one that ends a fully accepted round, are

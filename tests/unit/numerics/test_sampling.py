@@ -22,13 +22,14 @@ LAST = 1 - 2**-23  # the largest value of jax.random.uniform in float32
 DRAW = jax.jit(draw)
 
 
-def reference_support(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
-    """Best first, ties towards the smaller id; until k ids or mass p (of what top-k left) are reached."""
+def reference_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float = 0.0) -> set[int]:
+    """Best first, ties towards the smaller id; until k ids or mass p (of what top-k left) are reached, or the ratio."""
     best_first = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[: top_k or None]
     weights = np.exp(np.float64(logits)[best_first] - logits.max())
+    weights /= weights.sum()
     kept, mass = set(), 0.0
-    for token, weight in zip(best_first, weights / weights.sum(), strict=True):
-        if mass >= top_p:
+    for token, weight in zip(best_first, weights, strict=True):
+        if mass >= top_p or weight < min_p * weights[0]:
             break
         kept.add(token)
         mass += weight
@@ -39,7 +40,7 @@ def reference_law(logits: np.ndarray, sampling: SamplingConfig) -> np.ndarray:
     if sampling.greedy:
         return np.eye(len(logits))[np.argmax(logits)]
     scaled = np.float64(logits) / sampling.temperature
-    kept = reference_support(scaled, sampling.top_k, sampling.top_p)
+    kept = reference_support(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
     weights = np.where(np.isin(np.arange(len(logits)), list(kept)), np.exp(scaled - scaled.max()), 0)
     return weights / weights.sum()
 
@@ -52,6 +53,8 @@ SAMPLINGS = [
     SamplingConfig(top_k=100),
     SamplingConfig(top_p=0.8),
     SamplingConfig(temperature=1.7, top_k=5, top_p=0.6),
+    SamplingConfig(temperature=0.7, min_p=0.05),
+    SamplingConfig(temperature=1.7, top_k=6, top_p=0.9, min_p=0.2),
 ]
 
 
@@ -98,6 +101,25 @@ def test_top_p_is_measured_after_top_k():
     np.testing.assert_allclose(law(logits, SamplingConfig(top_k=2, top_p=0.55))[0], [1, 0, 0, 0], atol=1e-6)
 
 
+def test_min_p_is_a_share_of_the_largest_tempered_probability():
+    # Tempered by 2, (.64, .16, .04, .16) is as (.8, .4, .2, .4): the ratios are 1, 1/2, 1/4, 1/2.
+    logits = jnp.log(jnp.asarray([[0.64, 0.16, 0.04, 0.16]]))
+    found = law(logits, SamplingConfig(temperature=2.0, min_p=0.4))[0]
+    np.testing.assert_allclose(found, [0.5, 0.25, 0, 0.25], atol=1e-6)
+    found = law(logits, SamplingConfig(temperature=1.0, min_p=0.4))[0]
+    np.testing.assert_allclose(found, [1, 0, 0, 0], atol=1e-6)
+    # Top-k takes one of the two that tie, and what it leaves is measured by the same largest probability.
+    found = law(logits, SamplingConfig(temperature=2.0, top_k=2, min_p=0.4))[0]
+    np.testing.assert_allclose(found, [2 / 3, 1 / 3, 0, 0], atol=1e-6)
+
+
+def test_min_p_alone_sorts_nothing():
+    logits = jnp.zeros((2, 5))
+    traced = {p: str(jax.make_jaxpr(lambda x, p=p: log_law(x, p))(logits)) for p in SAMPLINGS if p.filtered}
+    assert {p: "sort" in text for p, text in traced.items()} == {p: p.top_k > 0 or p.top_p < 1 for p in traced}
+    assert all(text.count(" sort[") <= 1 for text in traced.values())
+
+
 def test_a_kept_token_stays_in_the_support_and_no_other_comes_in():
     logits = jnp.asarray(np.random.default_rng(3).normal(size=(50, 7)), jnp.float32)
     sampling = SamplingConfig(top_k=2, top_p=0.5)
@@ -133,7 +155,7 @@ def test_bug_case_b24_law_and_log_law_name_one_law_to_rounding():
 @pytest.mark.parametrize(
     "field, value",
     [("temperature", -0.1), ("temperature", float("inf")), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0),
-     ("top_p", 1.1)],
+     ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.0), ("min_p", float("nan"))],
 )  # fmt: skip
 def test_settings_that_name_no_law_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}"):
