@@ -15,7 +15,7 @@ from draftco_jax.errors import UserError
 from draftco_jax.text.coverage import byte_characters
 from draftco_jax.text.tokenizer import Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _NEIGHBOURLY = {"Fuse", "Replace", "ByteFallback", "Strip", "Metaspace"}
 """Decoders that never change what earlier tokens already said, bytes apart."""
 
@@ -29,7 +29,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        stages = _decoder_stages(tokenizer)
+        stages = decoder_stages(tokenizer)
         self._bytes: codecs.IncrementalDecoder | None = None
         if stages == ["ByteLevel"]:
             self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -50,11 +50,11 @@ class Detokenizer:
         if self._skip_special and token_id in self._special:
             return ""
         if self._bytes is not None:
-            return self._bytes.decode(self._bytes_of(token_id))
+            return self._bytes.decode(byte_level_bytes(self._tokenizer, token_id))
         self._ids.append(token_id)
         # A run of byte tokens is read as a whole: one that is no UTF-8 spoils those before it.
         token = self._tokenizer.backend.id_to_token(token_id)
-        return "" if token is not None and _BYTE_TOKEN.fullmatch(token) else self._advance()
+        return "" if token is not None and BYTE_TOKEN.fullmatch(token) else self._advance()
 
     @property
     def holds_back(self) -> bool:
@@ -66,15 +66,6 @@ class Detokenizer:
         if self._bytes is not None:
             return self._bytes.decode(b"", final=True)
         return self._advance()
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        token = self._tokenizer.backend.id_to_token(token_id)
-        if token is None:
-            return "\ufffd".encode()
-        try:
-            return bytes(_BYTE_OF[char] for char in token)
-        except KeyError:  # the text of an added token, as it stands
-            return token.encode()
 
     def _advance(self) -> str:
         old = self._decode(self._ids[self._start : self._given])
@@ -89,10 +80,21 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special=self._skip_special)
 
 
+def byte_level_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """What an id adds to a text whose decoder is ByteLevel: bytes, which need not be whole characters."""
+    token = tokenizer.backend.id_to_token(token_id)
+    if token is None:
+        return "\ufffd".encode()
+    try:
+        return bytes(_BYTE_OF[char] for char in token)
+    except KeyError:  # the text of an added token, as it stands
+        return token.encode()
+
+
 _BYTE_OF = {char: b for b, char in enumerate(byte_characters())}
 
 
-def _decoder_stages(tokenizer: Tokenizer) -> list[str]:
+def decoder_stages(tokenizer: Tokenizer) -> list[str]:
     """Types of the decoder's stages, from the file format, which is the only place that says them."""
     decoder: dict[str, Any] | None = json.loads(tokenizer.backend.to_str())["decoder"]
     if decoder is None:
