@@ -51,7 +51,7 @@ def scores(laws: Float32[Array, "B k V"]) -> Float32[Array, "B k"]:
     return jax.lax.cummin(jnp.cumprod(likeliest, axis=1), axis=1)
 
 
-def chosen(score: Float32[Array, "B k"], live: Bool[Array, " B"], budget: int) -> Bool[Array, "B k"]:
+def chosen(score: Float32[Array, "B k"], live: Bool[Array, " B"], budget: int | Int32[Array, ""]) -> Bool[Array, "B k"]:
     """The `budget` best drafts of live requests, fewer where fewer score above 0."""
     score = jnp.where(live[:, None], score, 0.0)
     by_place = score.T.reshape(-1)  # first all first drafts, so that a stable sort breaks ties as promised

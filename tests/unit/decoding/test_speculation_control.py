@@ -1,0 +1,162 @@
+"""Choices of a draft length, held to plain Python."""
+
+from __future__ import annotations
+
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from draftco_jax.decoding.speculation_control import (
+    AcceptanceEstimate,
+    Bandit,
+    Budget,
+    CostModel,
+    FixedLength,
+    Outcome,
+    expected_tokens,
+)
+
+LENGTHS, ROWS = (0, 1, 3, 6), (1, 4, 16)
+
+
+def outcome(accepted, proposed, live, choice=0, seconds=1.0) -> Outcome:
+    return Outcome(
+        jnp.asarray(choice, jnp.int32), jnp.asarray(live), jnp.asarray(proposed, jnp.int32),
+        jnp.asarray(accepted, jnp.int32), jnp.asarray(seconds, jnp.float32),
+    )  # fmt: skip
+
+
+def test_acceptance_by_position_is_pooled_fades_and_starts_at_the_prior():
+    estimate = AcceptanceEstimate(prior=0.6, weight=5.0, keep=0.9)
+    observe = jax.jit(estimate.observe)
+    state, reached, passed = estimate.init(4), np.zeros(4), np.zeros(4)
+    np.testing.assert_allclose(estimate.rates(state), 0.6, rtol=1e-6)
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        proposed = rng.integers(0, 5, 3)
+        accepted, live = rng.integers(0, proposed + 1), rng.random(3) < 0.8
+        state = observe(state, outcome(accepted, proposed, live))
+        reached, passed = 0.9 * reached, 0.9 * passed
+        for b in np.flatnonzero(live):
+            for i in range(proposed[b]):
+                reached[i] += i <= accepted[b]
+                passed[i] += i < accepted[b]
+    np.testing.assert_allclose(estimate.rates(state), (passed + 3.0) / (reached + 5.0), rtol=1e-5)
+
+
+def test_expected_tokens_are_those_of_a_round():
+    # Accepted drafts of rounds by enumeration: exactly i of 3 with chance a_1 .. a_i (1 - a_{i+1}).
+    a = [0.5, 0.25, 0.75]
+    exactly = [1 - a[0], a[0] * (1 - a[1]), a[0] * a[1] * (1 - a[2]), a[0] * a[1] * a[2]]
+    found = expected_tokens(jnp.asarray(a, jnp.float32))
+    assert float(found[3]) == sum((1 + i) * chance for i, chance in enumerate(exactly))
+    np.testing.assert_array_equal(found[:2], [1.0, 1.5])
+
+
+def test_the_cost_model_takes_the_most_tokens_per_second():
+    config = CostModel(lengths=LENGTHS, rows=ROWS, gain=1.1)
+    choose = jax.jit(config.choose)
+    rng = np.random.default_rng(1)
+    chosen = set()
+    for _ in range(40):
+        seconds = np.float32(1 + 0.15 * rng.random() * np.arange(4)[None, :] * np.arange(1, 4)[:, None])
+        state = config.init(seconds)
+        reached, rate = jnp.full(6, 50.0), rng.random()
+        state = state._replace(
+            acceptance=state.acceptance._replace(reached=reached, accepted=reached * np.float32(rate))
+        )
+        tokens = np.asarray(expected_tokens(config.estimate.rates(state.acceptance)))[list(LENGTHS)]
+        for active in (1, 2, 4, 5, 16, 99):
+            bucket = min(sum(rows < active for rows in ROWS), len(ROWS) - 1)
+            speed = tokens / seconds[bucket]
+            best = int(np.argmax(speed))
+            expected = best if speed[best] >= np.float32(1.1) * speed[0] else 0
+            assert int(choose(state, jnp.asarray(active))) == expected
+            chosen.add(expected)
+    assert len(chosen) >= 3
+
+
+def test_of_equally_fast_lengths_the_shortest_is_taken_and_it_learns():
+    config = CostModel(
+        lengths=(1, 2), rows=(1,), gain=1.0, estimate=AcceptanceEstimate(prior=1.0, weight=1.0, keep=1.0)
+    )
+    state = config.init(np.asarray([[2.0, 3.0]], np.float32))  # 2 tokens in 2 seconds, 3 in 3
+    assert int(config.choose(state, jnp.asarray(1))) == 0
+    state = config.init(np.asarray([[2.0, 2.5]], np.float32))
+    assert int(config.choose(state, jnp.asarray(1))) == 1
+    for _ in range(5):
+        state = config.observe(state, outcome([1], [2], [True]))  # the second draft never passes
+    assert int(config.choose(state, jnp.asarray(1))) == 0
+
+
+def test_costs_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"seconds of shape \(1, 4\) must be of rows=\[1, 4, 16\]"):
+        CostModel(lengths=LENGTHS, rows=ROWS).init(np.ones((1, 4), np.float32))
+
+
+def test_a_budget_is_shared_by_the_rows_in_flight():
+    choose = jax.jit(Budget(lengths=LENGTHS, peak=12).choose)
+    for active in range(20):
+        each = 12 // max(active, 1)
+        expected = max(i for i, length in enumerate(LENGTHS) if length <= each)
+        assert int(choose(None, jnp.asarray(active))) == expected
+    assert int(Budget(lengths=(2, 3), peak=1).choose(None, jnp.asarray(5))) == 0
+
+
+def test_a_fixed_length_is_fixed():
+    assert int(FixedLength(lengths=LENGTHS, length=3).choose(None, jnp.asarray(7))) == 2
+
+
+def test_the_bandit_takes_the_best_median_of_its_bucket():
+    config = Bandit(lengths=LENGTHS, thresholds=(1, 3), epsilon=0.0, window=3)
+    choose, observe = jax.jit(config.choose), jax.jit(config.observe)
+    state, seen = config.init(), {(bucket, arm): [] for bucket in range(2) for arm in range(4)}
+    rng, key = np.random.default_rng(2), jax.random.key(0)
+    for _ in range(60):
+        active = int(rng.integers(0, 5))
+        bucket = int(active >= 3)
+        worth = [statistics.median(seen[bucket, arm][-3:]) if seen[bucket, arm] else np.inf for arm in range(4)]
+        arm = int(choose(state, jnp.asarray(active), key))
+        assert arm == int(np.argmax(np.float32(worth)))
+        live, accepted = np.arange(4) < active, rng.integers(0, 4, 4)
+        state = observe(state, outcome(accepted, accepted, live, arm, 0.5))
+        if active:
+            seen[bucket, arm].append((accepted[live].sum() + active) / 0.5)
+    assert all(seen.values())
+
+
+def test_the_bandit_explores_with_chance_epsilon_by_its_key_alone():
+    config = Bandit(lengths=LENGTHS, epsilon=0.4)
+    state = config.init()
+    state = state._replace(rewards=state.rewards.at[:, :, 0].set(jnp.asarray([1.0, 5.0, 2.0, 3.0])))
+    keys = jax.random.split(jax.random.key(3), 4000)
+    choose = jax.jit(jax.vmap(config.choose, (None, None, 0)))
+    found = np.asarray(choose(state, jnp.asarray(2), keys))
+    np.testing.assert_array_equal(found, choose(state, jnp.asarray(2), keys))
+    shares = np.bincount(found, minlength=4) / 4000
+    np.testing.assert_allclose(shares, [0.1, 0.7, 0.1, 0.1], atol=5 * np.sqrt(0.7 * 0.3 / 4000))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: FixedLength(lengths=(), length=0), "lengths="),
+        (lambda: FixedLength(lengths=(0, 2), length=1), "length=1"),
+        (lambda: CostModel(lengths=(2, 1), rows=(1,)), "lengths="),
+        (lambda: CostModel(lengths=(0,), rows=()), "rows="),
+        (lambda: CostModel(lengths=(0,), rows=(1,), gain=0.9), "gain=0.9"),
+        (lambda: Budget(lengths=(0,), peak=0), "peak=0"),
+        (lambda: Bandit(lengths=(0,), thresholds=(2,)), "thresholds="),
+        (lambda: Bandit(lengths=(0,), epsilon=2), "epsilon="),
+        (lambda: Bandit(lengths=(0,), window=0), "window=0"),
+        (lambda: AcceptanceEstimate(prior=2), "prior=2"),
+        (lambda: AcceptanceEstimate(weight=0), "weight=0"),
+        (lambda: AcceptanceEstimate(keep=0), "keep=0"),
+    ],
+)
+def test_rules_that_say_nothing_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
