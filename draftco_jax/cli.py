@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench = add(
         "bench",
         _bench,
-        "Compare drafts on a shipped policy, or count what long rows over ranks or pipeline stages cost.",
+        "Compare drafts or decoding on a shipped policy, or count what long rows over ranks or pipeline stages cost.",
         "drafts --json",
     )
     _add_bench_options(bench)
@@ -167,15 +167,19 @@ def _add_convert_options(convert: argparse.ArgumentParser) -> None:
 
 def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
-        "name", choices=tuple(_BENCHES), metavar="NAME", help="what to measure: drafts, attention or pipeline"
+        "name", choices=tuple(_BENCHES), metavar="NAME", help="what to measure: drafts, decode, attention or pipeline"
     )
     bench.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it")
     bench.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write it to FILE, or print it and nothing else"
     )
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="attention: draw it, .png or .svg")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="attention, decode: draw it, .png or .svg")
     bench.add_argument("--ranks", type=int, metavar="C", help="attention: ranks of what is compiled (default: 8)")
-    bench.add_argument("--fast", action="store_true", help="attention: leave out what is compiled for H100")
+    bench.add_argument(
+        "--fast",
+        action="store_true",
+        help="attention: leave out what is compiled for H100; decode: one small policy, once",
+    )
     bench.add_argument("--plots", type=Path, metavar="DIR", help="pipeline: draw it, a picture each")
 
 
@@ -257,10 +261,11 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    for option, name in {"plot": "attention", "ranks": "attention", "fast": "attention", "plots": "pipeline"}.items():
+    for option, names in _OPTIONS_OF_SOME.items():
         given = getattr(options, option)
-        if given is not None and given is not False and name != options.name:
-            raise UserError(f"--{option} is an option of `draftco bench {name}`; leave it out")
+        if given is not None and given is not False and options.name not in names:
+            of = " and ".join(f"`draftco bench {name}`" for name in names)
+            raise UserError(f"--{option} is an option of {of}; leave it out")
     if options.json and not Path(options.json).parent.is_dir():  # said now and not after minutes
         folder = Path(options.json).parent
         raise UserError(f"--json {options.json} cannot be written: there is no folder {folder}; make it first")
@@ -291,21 +296,34 @@ def _bench_drafts(options: argparse.Namespace) -> None:
 
 def _bench_attention(options: argparse.Namespace) -> None:
     from draftco_jax.bench_attention import BenchAttentionConfig, bench_attention
-    from draftco_jax.bench_attention.figure import check_suffix, write_figure
+    from draftco_jax.bench_attention.figure import check_plot, write_figure
     from draftco_jax.bench_attention.table import last_line, table
     from draftco_jax.config_io import apply_overrides
 
     if options.plot:
-        check_suffix(options.plot)
-        if not options.plot.parent.is_dir():
-            folder = options.plot.parent
-            raise UserError(f"--plot {options.plot} cannot be written: there is no folder {folder}; make it first")
+        check_plot(options.plot)
     given = [] if options.ranks is None else [f"ranks={options.ranks}"]
     given += ["fast=true"] if options.fast else []
     found = bench_attention(
         apply_overrides(BenchAttentionConfig(), [*options.set, *given]),
         lambda text: print(f"bench attention: {text}", file=sys.stderr, flush=True),
     )
+    if options.plot:
+        write_figure(found, options.plot)
+    _print_found(found, options.json, options.plot, table, last_line)
+
+
+def _bench_decode(options: argparse.Namespace) -> None:
+    from draftco_jax.bench_attention.figure import check_plot
+    from draftco_jax.bench_decode import BenchDecodeConfig, bench_decode
+    from draftco_jax.bench_decode.figure import write_figure
+    from draftco_jax.bench_decode.table import last_line, table
+    from draftco_jax.config_io import apply_overrides
+
+    if options.plot:
+        check_plot(options.plot)
+    settings = apply_overrides(BenchDecodeConfig.fast() if options.fast else BenchDecodeConfig(), options.set)
+    found = bench_decode(settings, lambda text: print(f"bench decode: {text}", file=sys.stderr, flush=True))
     if options.plot:
         write_figure(found, options.plot)
     _print_found(found, options.json, options.plot, table, last_line)
@@ -339,8 +357,15 @@ def _print_found(
     print(last_line(found) + _written(" and ".join(str(path) for path in (to, picture) if path)))
 
 
+_OPTIONS_OF_SOME = {
+    "plot": ("attention", "decode"),
+    "ranks": ("attention",),
+    "fast": ("attention", "decode"),
+    "plots": ("pipeline",),
+}
 _BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {
     "drafts": _bench_drafts,
+    "decode": _bench_decode,
     "attention": _bench_attention,
     "pipeline": _bench_pipeline,
 }

@@ -25,15 +25,21 @@ LINES = (
 )
 
 
-def check_suffix(path: Path) -> None:
-    """Refuse a file that no plot can be written to."""
+def check_plot(path: Path) -> None:
+    """Refuse a file that no plot can be written to, before minutes of work."""
     if path.suffix not in SUFFIXES:
-        raise UserError(f"--plot {path} must end in .png or .svg; use --plot attention.png")
+        raise UserError(f"--plot {path} must end in .png or .svg; use --plot figure.png")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {path} cannot be written: there is no folder {path.parent}; make it first")
 
 
 def write_figure(found: dict[str, Any], path: Path) -> None:
     """Draws what `bench_attention` found."""
-    figure = draw(found)
+    save(draw(found), path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """To a .png or .svg file, the same bytes each time."""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "draftco"}):
         metadata = {"Software": None} if path.suffix == ".png" else {"Date": None}
         try:

@@ -28,7 +28,17 @@ ORDER = (
     ),
     ("config", "pretrain_config"),
     ("run", "starting_weights", "pretrain_setup", "round_profile", "speed", "summary"),
-    ("loop", "pretrain", "convert", "generate", "warm_start", "bench_drafts", "bench_attention", "bench_pipeline"),
+    (
+        "loop",
+        "pretrain",
+        "convert",
+        "generate",
+        "warm_start",
+        "bench_drafts",
+        "bench_decode",
+        "bench_attention",
+        "bench_pipeline",
+    ),
     ("cli",),
 )
 LINES = {room: number for number, rooms in enumerate(ORDER) for room in rooms}

@@ -136,8 +136,8 @@ def test_a_failing_process_is_not_hidden():
         (["attention", "--set", "repetitions=0"], "repetitions=0 must be >= 1"),
         (["attention", "--set", "heads=2"], "heads"),
         (["drafts", "--ranks", "0"], "--ranks is an option of `draftco bench attention`"),
-        (["drafts", "--plot", "a.png"], "--plot is an option of `draftco bench attention`"),
-        (["drafts", "--fast"], "--fast is an option of `draftco bench attention`"),
+        (["drafts", "--plot", "a.png"], "--plot is an option of `draftco bench attention` and `draftco bench decode`"),
+        (["drafts", "--fast"], "--fast is an option of `draftco bench attention` and `draftco bench decode`"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(arguments, said, capsys):
