@@ -15,17 +15,27 @@ D width, A taps width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from draftco_jax.decoding import block_verification, rejection
 from draftco_jax.decoding.budget import limit, round_uniforms
-from draftco_jax.decoding.experts import ExpertLog, log_step, open_log, recorded, touched_per_forward
+from draftco_jax.decoding.experts import ExpertLog, log_step, open_log
+from draftco_jax.decoding.records import (
+    RULES,
+    EngineShape,
+    Request,
+    Response,
+    Stats,
+    assemble,
+    committed_tokens,
+    is_stop,
+)
+from draftco_jax.decoding.serving import serve
+from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.drafts.base import Context, Draft, Features, Shared
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
@@ -36,62 +46,6 @@ from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, SamplingConfi
 from draftco_jax.types import Rollouts
 
 Weights = Any  # parameter tree in the rollout layout
-RULES = {"token": rejection.verify, "block": block_verification.verify}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineShape:
-    """Static sizes and ids of a generate program; a change of any of them compiles anew."""
-
-    prompt_capacity: int
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    pad_id: int
-    record_experts: bool = False
-    """Keep the experts that each token was read with."""
-    verify_budget: int | None = None
-    """Drafts verified in one round over the whole batch (`decoding.budget`); None: all."""
-    verification: Literal["token", "block"] = "token"
-    """How drafts are judged: one after another (`decoding.rejection`), or a round's together, which accepts no fewer in
-    expectation (`decoding.block_verification`). The output law is the same."""
-
-    def __post_init__(self) -> None:
-        """Refuse capacities that hold nothing."""
-        for name in ("prompt_capacity", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= 1; give the longest length to be served")
-        if self.verify_budget is not None and self.verify_budget < 1:
-            raise ValueError(f"verify_budget={self.verify_budget} must be >= 1; use None to verify all drafts")
-
-    @property
-    def fresh_rounds(self) -> bool:
-        """Whether a round needs random numbers of its own: later positions had a say in how earlier rounds ended."""
-        return self.verify_budget is not None or self.verification == "block"
-
-
-class Request(NamedTuple):
-    """What a generate call is given."""
-
-    prompts: jax.Array  # i32[B, L] right-padded
-    prompt_lengths: jax.Array  # i32[B], 1..L
-    keys: jax.Array  # key[B], one per request
-    context: Context  # what a draft that matches texts reads beside the prompt; empty for others
-
-
-class _Output(NamedTuple):
-    """Response so far; slots at and after `count` hold nothing that is read."""
-
-    tokens: jax.Array  # i32[B, M + r]: a whole block fits behind the last token that may be read
-    logprobs: jax.Array  # f32[B, M + r]
-    count: jax.Array  # i32[B]
-    stopped: jax.Array  # bool[B]
-
-
-class _Stats(NamedTuple):
-    rounds: jax.Array  # i32[B]
-    committed: jax.Array  # i32[B]
-    proposed: jax.Array  # i32[B]
-    accepted: jax.Array  # i32[B, k]
 
 
 def generate_plain(
@@ -116,17 +70,17 @@ def generate_plain(
         laws = log_law(policy.logits(hidden[:, 0]), sampling)
         uniform = slice_rows(uniforms, position + 1, 1)[:, 0, COMMIT]
         newest = draw(jnp.exp(laws), uniform)
-        out = _Output(
+        out = Response(
             # Every live row writes the same column; finished rows write past their count.
             tokens=jax.lax.dynamic_update_slice(out.tokens, newest[:, None], (0, step)),
             logprobs=jax.lax.dynamic_update_slice(out.logprobs, pick(laws, newest)[:, None], (0, step)),
             count=out.count + live.astype(jnp.int32),
-            stopped=out.stopped | (live & _is_stop(newest, shape)),
+            stopped=out.stopped | (live & is_stop(newest, shape)),
         )
         return newest, cache, out, step + 1, log
 
     _, _, out, _, log = jax.lax.while_loop(running, body, (newest, cache, out, jnp.int32(1), log))
-    return _assemble(request, out, _no_stats(out, 0), log, shape)
+    return assemble(request, out, _no_stats(out, 0), log, shape)
 
 
 def generate_speculative(
@@ -167,7 +121,7 @@ def generate_speculative(
         laws = log_law(policy.logits(hidden), sampling)
         verify = RULES[shape.verification]
         accepted, final = verify(jnp.exp(laws), q, drafts, ahead[:, :k, ACCEPT], ahead[:, :, COMMIT])
-        tokens = _committed_tokens(drafts, accepted, final)
+        tokens = committed_tokens(drafts, accepted, final)
         out, stats, count = _commit(out, stats, tokens, pick(laws, tokens), accepted, proposed, shape)
         last = jnp.maximum(count - 1, 0)
         # The draft reads the TRUE target features of the verified indices, over whatever it guessed there.
@@ -176,7 +130,7 @@ def generate_speculative(
         return jnp.where(count > 0, pick(tokens, last), newest), state, cache, out, stats, log
 
     *_, out, stats, log = jax.lax.while_loop(running, body, (newest, state, cache, out, stats, log))
-    return _assemble(request, out, stats, log, shape)
+    return assemble(request, out, stats, log, shape)
 
 
 class _Prompt(NamedTuple):
@@ -186,9 +140,9 @@ class _Prompt(NamedTuple):
     hidden: jax.Array  # [B, L, D]
 
 
-def _no_stats(out: _Output, k: int) -> _Stats:
+def _no_stats(out: Response, k: int) -> Stats:
     zeros = jnp.zeros_like(out.count)
-    return _Stats(zeros, zeros, zeros, jnp.zeros((zeros.shape[0], k), jnp.int32))
+    return Stats(zeros, zeros, zeros, jnp.zeros((zeros.shape[0], k), jnp.int32))
 
 
 def _prefill(
@@ -216,16 +170,16 @@ def _first_token(
     shape: EngineShape,
     sampling: SamplingConfig,
     lookahead: int,
-) -> tuple[Int[Array, " B"], _Output]:
+) -> tuple[Int[Array, " B"], Response]:
     """The token sampled at prefill: it belongs to no verify round."""
     laws = log_law(logits, sampling)
     token = draw(jnp.exp(laws), slice_rows(uniforms, request.prompt_lengths, 1)[:, 0, COMMIT])
     batch, width = token.shape[0], shape.max_new_tokens + lookahead + 1
-    out = _Output(
+    out = Response(
         tokens=jnp.full((batch, width), shape.pad_id, jnp.int32).at[:, 0].set(token),
         logprobs=jnp.zeros((batch, width), jnp.float32).at[:, 0].set(pick(laws, token)),
         count=jnp.ones((batch,), jnp.int32),
-        stopped=_is_stop(token, shape),
+        stopped=is_stop(token, shape),
     )
     return token, out
 
@@ -239,34 +193,25 @@ def _prompt_features(request: Request, prompt: _Prompt, newest: Int[Array, " B"]
     return Features(request.prompts, following, prompt.taps, prompt.hidden, jnp.zeros_like(last), last)
 
 
-def _committed_tokens(
-    drafts: Int[Array, "B k"], accepted: Int[Array, " B"], final: Int[Array, " B"]
-) -> Int[Array, "B k+1"]:
-    """The accepted drafts, then the residual or bonus token; entries after it are not read."""
-    padded = jnp.concatenate([drafts, jnp.zeros_like(drafts[:, :1])], axis=1)
-    slots = jnp.arange(padded.shape[1])[None, :]
-    return jnp.where(slots == accepted[:, None], final[:, None], padded)
-
-
 def _commit(
-    out: _Output,
-    stats: _Stats,
+    out: Response,
+    stats: Stats,
     tokens: Int[Array, "B r"],
     logprobs: Float[Array, "B r"],
     accepted: Int[Array, " B"],
     proposed: Int[Array, " B"],
     shape: EngineShape,
-) -> tuple[_Output, _Stats, Int[Array, " B"]]:
+) -> tuple[Response, Stats, Int[Array, " B"]]:
     """Append a round's tokens up to the first stop token and the length limit; how many were committed."""
     live = ~_done(out, shape)
     slots = jnp.arange(tokens.shape[1])[None, :]
     emitted = slots <= accepted[:, None]
-    stops = emitted & _is_stop(tokens, shape)
+    stops = emitted & is_stop(tokens, shape)
     until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, accepted + 1)
     count = jnp.where(live, jnp.minimum(until_stop, shape.max_new_tokens - out.count), 0).astype(jnp.int32)
 
     # Writing the whole block is safe: what lies after `count` is overwritten by the next round or never read.
-    out = _Output(
+    out = Response(
         tokens=update_rows(out.tokens, tokens, out.count),
         logprobs=update_rows(out.logprobs, logprobs, out.count),
         count=out.count + count,
@@ -274,38 +219,10 @@ def _commit(
     )
     reached = (jnp.arange(tokens.shape[1] - 1)[None, :] < accepted[:, None]) & live[:, None]
     rounds, reached = live.astype(jnp.int32), reached.astype(jnp.int32)
-    stats = _Stats(
+    stats = Stats(
         stats.rounds + rounds, stats.committed + count, stats.proposed + rounds * proposed, stats.accepted + reached
     )
     return out, stats, count
-
-
-def _assemble(request: Request, out: _Output, stats: _Stats, log: ExpertLog | None, shape: EngineShape) -> Rollouts:
-    """Lay prompt and response into one padded row."""
-    width = shape.prompt_capacity + shape.max_new_tokens
-    slots = jnp.arange(width)[None, :]
-    offset = slots - request.prompt_lengths[:, None]
-    in_prompt = offset < 0
-    in_response = (offset >= 0) & (offset < out.count[:, None])
-    prompt = jnp.pad(request.prompts, ((0, 0), (0, shape.max_new_tokens)))
-    index = jnp.clip(offset, 0, shape.max_new_tokens - 1)
-    response = jnp.take_along_axis(out.tokens, index, axis=1)
-    tokens = jnp.where(in_prompt, prompt, jnp.where(in_response, response, shape.pad_id))
-    logprobs = jnp.where(in_response, jnp.take_along_axis(out.logprobs, index, axis=1), 0.0)
-    lengths = request.prompt_lengths + out.count
-    return Rollouts(
-        tokens=tokens,
-        prompt_lengths=request.prompt_lengths,
-        lengths=lengths,
-        logprobs=logprobs,
-        finished=out.stopped,
-        rounds=stats.rounds,
-        committed=stats.committed,
-        accepted=stats.accepted,
-        proposed=stats.proposed,
-        experts=recorded(log, lengths, width),
-        experts_touched=touched_per_forward(log, lengths.shape[0]),
-    )
 
 
 def _capacity(shape: EngineShape, lookahead: int) -> int:
@@ -316,14 +233,7 @@ def _uniforms(request: Request, shape: EngineShape, lookahead: int) -> Float[Arr
     return request_uniforms(request.keys, _capacity(shape, lookahead) + 1)
 
 
-def _is_stop(tokens: Int[Array, "*b"], shape: EngineShape) -> Bool[Array, "*b"]:
-    hit = jnp.zeros(tokens.shape, bool)
-    for stop in shape.stop_ids:
-        hit |= tokens == stop
-    return hit
-
-
-def _done(out: _Output, shape: EngineShape) -> Bool[Array, " B"]:
+def _done(out: Response, shape: EngineShape) -> Bool[Array, " B"]:
     return out.stopped | (out.count >= shape.max_new_tokens)
 
 
@@ -345,6 +255,10 @@ class Engine:
         self.shape = shape
         self.sampling = sampling
         self._plain = jax.jit(partial(generate_plain, (policy_graph, None), shape=shape, sampling=sampling))
+        self._slotted = jax.jit(
+            partial(serve, (policy_graph, draft_graph), shape=shape, sampling=sampling, draft_dtype=draft_dtype),
+            static_argnames=("slots",),
+        )
         self._speculative = (
             None
             if draft_graph is None
@@ -361,7 +275,12 @@ class Engine:
         )
 
     def generate(
-        self, policy_weights: Weights, draft_weights: Weights | None, request: Request, draft_length: int = 0
+        self,
+        policy_weights: Weights,
+        draft_weights: Weights | None,
+        request: Request,
+        draft_length: int = 0,
+        slots: int | SlotShape | None = None,
     ) -> Rollouts:
         """Roll out the requests; draft_length 0 decodes plainly.
 
@@ -370,17 +289,37 @@ class Engine:
             draft_weights: published draft tree; None when draft_length is 0.
             request: prompts i32[B, prompt_capacity], their lengths, and one key per request.
             draft_length: k, the number of tokens proposed per round.
+            slots: requests that decode at the same time, the others wait for their turn (`decoding.serving`); a
+                `SlotShape` says more, draft lengths included. None: all at once, and done when the last one is.
         """
         if request.prompts.shape[1] != self.shape.prompt_capacity:
             raise ValueError(
                 f"prompts are padded to {request.prompts.shape[1]} tokens but prompt_capacity="
                 f"{self.shape.prompt_capacity}; pad to the capacity or raise it"
             )
+        if slots is not None:
+            return self._through_slots((policy_weights, draft_weights), request, draft_length, slots)
+        if request.max_tokens is not None:
+            raise ValueError("max_tokens of each request must be None without slots; give slots, or one max_new_tokens")
         if draft_length == 0:
             return self._plain((policy_weights, None), request)
         if draft_length < 0 or self._speculative is None or draft_weights is None:
             raise ValueError(f"draft_length={draft_length} needs a draft and a length >= 0; use 0 for plain decoding")
         return self._speculative((policy_weights, draft_weights), request, draft_length=draft_length)
+
+    def _through_slots(
+        self, weights: tuple[Weights, Weights | None], request: Request, draft_length: int, slots: int | SlotShape
+    ) -> Rollouts:
+        if isinstance(slots, int):
+            slots = SlotShape(slots=slots, draft_lengths=(draft_length,))
+        if draft_length not in slots.draft_lengths:
+            raise ValueError(
+                f"draft_length={draft_length} must be one of draft_lengths={slots.draft_lengths} of the slots; "
+                "change one of them"
+            )
+        if max(slots.draft_lengths) == 0:
+            weights = weights[0], None
+        return self._slotted(weights, request, slots=slots)
 
 
 def request_keys(key: Key[Array, ""], count: int) -> Key[Array, " B"]:

@@ -113,6 +113,15 @@ class Draft(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsSiblings(Protocol):
+    """A draft that looks at the texts of other rows: it is told where they are whenever they may have moved."""
+
+    def place_siblings(self, state: Any, rows: Int[Array, "B G"]) -> Any:
+        """The state with `Context.siblings` as rows of now, -1 for one that is in no row."""
+        ...
+
+
 class Target(NamedTuple):
     """What a draft learns from: the policy's own forward on the batch, cut from its gradient."""
 

@@ -51,6 +51,10 @@ class Suffix(nnx.Module):
         siblings = context.siblings if self.cfg.use_siblings else context.siblings[:, :0]
         return SuffixState(empty_text(batch, capacity), context.history, siblings)
 
+    def place_siblings(self, state: SuffixState, rows: Int[Array, "B G"]) -> SuffixState:
+        """With siblings in these rows, -1 where one is in none."""
+        return state._replace(siblings=rows if self.cfg.use_siblings else rows[:, :0])
+
     def absorb(self, state: SuffixState, features: Features, shared: Shared) -> SuffixState:
         """Write down the tokens."""
         return state._replace(text=write_text(state.text, features))

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.decoding.engine import EngineShape, Request, _assemble, _commit, _Output, _Stats, no_context
+from draftco_jax.decoding.engine import EngineShape, Request, _commit, no_context
+from draftco_jax.decoding.records import Response, Stats, assemble
 from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.numerics.sampling import SamplingConfig
 
@@ -15,24 +16,24 @@ KEY = jax.random.key(0)
 COMMIT = jax.jit(_commit, static_argnums=6)
 
 
-def start(first_tokens: list[int]) -> tuple[_Output, _Stats]:
+def start(first_tokens: list[int]) -> tuple[Response, Stats]:
     """Output after the prefill: one token, whatever it is."""
     rows = len(first_tokens)
     tokens = jnp.zeros((rows, SHAPE.max_new_tokens + K + 1), jnp.int32).at[:, 0].set(jnp.asarray(first_tokens))
     stopped = jnp.asarray([token in SHAPE.stop_ids for token in first_tokens])
-    out = _Output(tokens, jnp.zeros(tokens.shape, jnp.float32), jnp.ones(rows, jnp.int32), stopped)
-    return out, _Stats(*[jnp.zeros(rows, jnp.int32)] * 3, jnp.zeros((rows, K), jnp.int32))
+    out = Response(tokens, jnp.zeros(tokens.shape, jnp.float32), jnp.ones(rows, jnp.int32), stopped)
+    return out, Stats(*[jnp.zeros(rows, jnp.int32)] * 3, jnp.zeros((rows, K), jnp.int32))
 
 
 def commit(
-    out: _Output, stats: _Stats, tokens: list[list[int]], accepted: list[int], proposed=None, shape: EngineShape = SHAPE
+    out: Response, stats: Stats, tokens: list[list[int]], accepted: list[int], proposed=None, shape: EngineShape = SHAPE
 ):
     block = jnp.asarray(tokens, jnp.int32)
     counts = [jnp.asarray(n, jnp.int32) for n in (accepted, proposed or [K] * len(accepted))]
     return COMMIT(out, stats, block, -block.astype(jnp.float32), *counts, shape)
 
 
-def texts(out: _Output) -> list[list[int]]:
+def texts(out: Response) -> list[list[int]]:
     return [list(map(int, row[:count])) for row, count in zip(np.asarray(out.tokens), out.count, strict=True)]
 
 
@@ -85,11 +86,11 @@ def test_a_finished_row_changes_no_more():
     np.testing.assert_array_equal(stats.accepted, [[2] * 3, [0] * 3, [2] * 3])
 
 
-def _assembled(out: _Output, stats: _Stats, prompts=((5, 6, 7),), lengths=(3,), shape: EngineShape = SHAPE):
+def _assembled(out: Response, stats: Stats, prompts=((5, 6, 7),), lengths=(3,), shape: EngineShape = SHAPE):
     rows = len(lengths)
     keys = jax.random.split(KEY, rows)
     request = Request(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32), keys, no_context(rows))
-    return jax.tree.map(np.asarray, _assemble(request, out, stats, None, shape))
+    return jax.tree.map(np.asarray, assemble(request, out, stats, None, shape))
 
 
 def test_bug_case_b70_a_real_token_equal_to_the_padding_id_survives():

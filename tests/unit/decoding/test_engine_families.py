@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from draftco_jax.decoding.engine import Engine, Request
+from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.drafts.base import Context, DraftConfig
 from draftco_jax.drafts.catalog import FAMILIES
 from draftco_jax.drafts.dflash.config import DFlashConfig
@@ -110,10 +111,10 @@ def with_context(small_toy):
     return add
 
 
-def generate(toy, draft: Drafted, request: Request, k: int, shape, sampling: SamplingConfig) -> Rollouts:
+def generate(toy, draft: Drafted, request: Request, k: int, shape, sampling: SamplingConfig, slots=None) -> Rollouts:
     engine = Engine(*draft.graphs, shape=shape, sampling=sampling)
     policy = toy.published("deep", None)[0]
-    return jax.tree.map(np.asarray, engine.generate(policy, draft.draft, request, k))
+    return jax.tree.map(np.asarray, engine.generate(policy, draft.draft, request, k, slots))
 
 
 def test_every_family_of_the_catalog_is_here():
@@ -144,3 +145,23 @@ def test_texts_follow_the_law_of_the_policy(small_toy, drafted, with_context, la
     print(f"{name}: p-value {p:.2g}, accepted {rate:.2f} of {rollouts.proposed.sum()} proposed")
     assert p > ALARM
     assert 0.02 < rate < 0.98, "a draft that is always or never right would show little"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_bug_case_b37_in_slots_a_draft_sees_its_own_request_and_no_other(
+    toy, drafted, with_context, mixed_requests, sampled_shape, name
+):
+    """The texts of the static batch, in which every request has a row to itself, with the same counts of a draft."""
+    draft, sampling = drafted(toy, name), GREEDY if name == "suffix" else UNTOUCHED
+    request = with_context(mixed_requests, draft.cfg, toy, sampled_shape)
+    slots = SlotShape(slots=3, draft_lengths=(K,), page=2, chunk=2, walk=4, poison=True)
+    found = generate(toy, draft, request, K, sampled_shape, sampling, slots)
+    wanted = generate(toy, draft, request, K, sampled_shape, sampling)
+    fields = ["tokens", "lengths", "finished"]
+    if name != "suffix":  # siblings that wait or have ended say nothing
+        fields += ["rounds", "committed", "accepted", "proposed"]
+    for field in fields:
+        np.testing.assert_array_equal(getattr(found, field), getattr(wanted, field), err_msg=field)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-5)
+    assert found.accepted.sum() > 0

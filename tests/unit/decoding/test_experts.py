@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from draftco_jax.decoding.engine import Engine, EngineShape, Request, no_context, request_keys
+from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.drafts.ngram.config import NGramConfig
 from draftco_jax.models.functional import initialise
@@ -59,17 +60,17 @@ class Recorded:
         self._forward = jax.jit(forward)
         self._found: dict[tuple, Rollouts] = {}
 
-    def roll_out(self, k: int, budget: int | None = None) -> Rollouts:
-        if (k, budget) not in self._found:
-            self._found[k, budget] = self._roll_out(k, budget)
-        return self._found[k, budget]
+    def roll_out(self, k: int, budget: int | None = None, slots: SlotShape | None = None) -> Rollouts:
+        if (k, budget, slots) not in self._found:
+            self._found[k, budget, slots] = self._roll_out(k, budget, slots)
+        return self._found[k, budget, slots]
 
-    def _roll_out(self, k: int, budget: int | None) -> Rollouts:
+    def _roll_out(self, k: int, budget: int | None, slots: SlotShape | None) -> Rollouts:
         shape = EngineShape(
             prompt_capacity=4, max_new_tokens=NEW, stop_ids=(STOP,), pad_id=0, record_experts=True, verify_budget=budget
         )
         engine = Engine(*self._graphs, shape=shape, sampling=SamplingConfig(temperature=0.7))
-        rollouts = engine.generate(self._weights.policy, self._weights.draft if k else None, self._request, k)
+        rollouts = engine.generate(self._weights.policy, self._weights.draft if k else None, self._request, k, slots)
         return jax.tree.map(np.asarray, rollouts)
 
     def routing(self, rollouts: Rollouts) -> np.ndarray:
@@ -98,6 +99,16 @@ def test_recorded_experts_are_those_of_one_forward_over_the_text(recorded, k, bu
             np.sort(experts[row, : length - 1], axis=-1), np.sort(wanted[row, : length - 1], axis=-1), err_msg=str(row)
         )
         assert (experts[row, length - 1 :] == -1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0, 2])
+def test_in_slots_the_same_experts_are_recorded(recorded, k):
+    slots = SlotShape(slots=2, draft_lengths=(k,), page=2, chunk=2, walk=4, poison=True)
+    found, wanted = recorded.roll_out(k, slots=slots), recorded.roll_out(k)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_array_equal(np.sort(found.experts, axis=-1), np.sort(wanted.experts, axis=-1))
+    assert found.experts_touched[0] > 0
 
 
 def test_touched_experts_are_counted_over_running_requests_alone(recorded):

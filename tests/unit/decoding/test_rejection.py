@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from draftco_jax.decoding.engine import _committed_tokens
+from draftco_jax.decoding.records import committed_tokens
 from draftco_jax.decoding.rejection import accepts, residual, verify
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.numerics.sampling import SamplingConfig, law
 
 SIZES = [(2, 1), (3, 2), (4, 3)]
 BELOW_ONE = 1 - 2**-24  # the largest float32 uniform
-VERIFY, COMMITTED = jax.jit(verify), jax.jit(_committed_tokens)
+VERIFY, COMMITTED = jax.jit(verify), jax.jit(committed_tokens)
 Table = Callable[[tuple[int, ...]], np.ndarray]  # law of the next token after a prefix
 
 

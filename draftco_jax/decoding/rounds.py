@@ -1,0 +1,174 @@
+"""One round of all slots: propose k drafts (k = 0: none), verify, commit into the table.
+
+The same round as in `decoding.engine`, by request number instead of by row. What differs: a request's first round has
+no drafts (`admission`) and counts as no verify round, as the token drawn after a prefill does not; rounds of k = 0 are
+not counted either; and where later positions have a say in how a round ends (`EngineShape.fresh_rounds`), these two
+kinds draw from the numbers of their position, which no other round ever looks at.
+
+Letters as in `slots`; r = k + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from draftco_jax.decoding.budget import limit, round_uniforms
+from draftco_jax.decoding.experts import ExpertLog, log_step
+from draftco_jax.decoding.records import RULES, Response, Stats, committed_tokens, is_stop
+from draftco_jax.decoding.slots import Slots, State, Table, Work, over
+from draftco_jax.drafts.base import Features, Proposal, ReadsSiblings
+from draftco_jax.numerics.rows import pick
+from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, draw, log_law
+
+
+class Place(NamedTuple):
+    """Where each slot is in its request."""
+
+    who: jax.Array  # i32[S] number of the request, some number where the slot does not decode
+    live: jax.Array  # bool[S]
+    first: jax.Array  # bool[S] nothing is committed yet
+    anchor: jax.Array  # i32[S] position of the newest token, 0 where the slot does not decode
+
+
+def places(table: Table, state: State) -> Place:
+    """Of all slots."""
+    who = jnp.minimum(state.slots.request, table.count - 1)
+    live = (state.slots.request < table.count) & ~over(table, state)[who]
+    count = state.out.count[who]
+    return Place(who, live, live & (count == 0), jnp.where(live, table.lengths[who] + count - 1, 0))
+
+
+def play(work: Work, table: Table, state: State, k: int) -> State:
+    """A round of k drafts."""
+    place, slots, stats = places(table, state), state.slots, state.stats
+    ahead = _uniforms(work, table, state, place, k)
+    proposal, draft = _propose(work, table, slots, place, ahead)
+    if k and work.shape.verify_budget is not None:
+        proposal = limit(proposal, place.live, work.shape.verify_budget)
+    block = jnp.concatenate([slots.newest[:, None], proposal.tokens], axis=1)
+    active = place.live[:, None] & (jnp.arange(k + 1)[None, :] <= proposal.count[:, None])
+    step = work.policy.step(block, place.anchor, slots.cache, tap_layers=work.tap_layers, active=active)
+    log = _logged(work, table, state.log, step.experts, place, active)
+    laws = log_law(work.policy.logits(step.hidden), work.sampling)
+    if k:
+        verify = RULES[work.shape.verification]
+        accepted, final = verify(
+            jnp.exp(laws), proposal.laws, proposal.tokens, ahead[:, :k, ACCEPT], ahead[:, :, COMMIT]
+        )
+    else:
+        accepted, final = jnp.zeros_like(place.who), draw(jnp.exp(laws[:, 0]), ahead[:, 0, COMMIT])
+    tokens = committed_tokens(proposal.tokens, accepted, final)
+    out, count = _commit(work, table, state.out, place, tokens, pick(laws, tokens), accepted)
+    last = jnp.maximum(count - 1, 0)
+    if work.draft is not None:
+        features = Features(block, tokens, step.taps, step.hidden, place.anchor, last).astype(work.draft_dtype)
+        draft = work.draft.absorb(draft, features, work.shared)
+    newest = jnp.where(count > 0, pick(tokens, last), slots.newest)
+    if k:
+        stats = _counted(table, stats, place, count, accepted, proposal.count)
+    slots = slots._replace(newest=newest, cache=step.cache, draft=draft)
+    return state._replace(out=out, stats=stats, log=log, slots=slots)
+
+
+def _uniforms(work: Work, table: Table, state: State, place: Place, k: int) -> Float[Array, "S r 3"]:
+    positions = (place.anchor + 1)[:, None] + jnp.arange(k + 1, dtype=jnp.int32)[None, :]
+    by_position = table.uniforms[place.who[:, None], positions]
+    if not (k and work.shape.fresh_rounds):
+        return by_position
+    by_round = round_uniforms(table.keys[place.who], state.stats.rounds[place.who], k + 1)
+    return jnp.where(place.first[:, None, None], by_position, by_round)
+
+
+def _propose(
+    work: Work, table: Table, slots: Slots, place: Place, ahead: Float[Array, "S r 3"]
+) -> tuple[Proposal, Any]:
+    """Drafts of all slots, none for those that have not begun."""
+    k, rows = ahead.shape[1] - 1, place.who.shape[0]
+    if not k or work.draft is None:
+        vocab = work.policy.cfg.vocab_size
+        none = jnp.zeros((rows, 0), jnp.int32)
+        return Proposal(none, jnp.zeros((rows, 0, vocab)), jnp.zeros((rows,), jnp.int32)), slots.draft
+    state = slots.draft
+    if isinstance(work.draft, ReadsSiblings):
+        state = work.draft.place_siblings(state, _siblings(table, slots, place))
+    proposal, state = work.draft.propose(
+        state, slots.newest, place.anchor, ahead[:, :k, PROPOSE], work.sampling, work.shared
+    )
+    tokens, laws, count = proposal
+    laws = jnp.where(place.first[:, None, None], 0.0, laws)
+    return Proposal(tokens, laws, jnp.where(place.first, 0, count)), state
+
+
+def _siblings(table: Table, slots: Slots, place: Place) -> Int[Array, "S G"]:
+    """Slots in which siblings are decoding; -1 for those that wait or have ended."""
+    number = jnp.where(place.live, slots.request, table.count)
+    slot_of = jnp.full((table.count,), -1, jnp.int32)
+    slot_of = slot_of.at[number].set(jnp.arange(number.shape[0], dtype=jnp.int32), mode="drop")
+    siblings = table.context.siblings[place.who]
+    return jnp.where(siblings >= 0, slot_of[jnp.maximum(siblings, 0)], -1)
+
+
+def _logged(
+    work: Work, table: Table, log: ExpertLog | None, ids: Array | None, place: Place, active: Array
+) -> ExpertLog | None:
+    """The log after the round's forward; what a rejected draft was read with is overwritten."""
+    if log is None or ids is None:
+        return None
+    after = log_step(log._replace(ids=None), ids, place.anchor, active, work.policy.cfg.mixture)
+    if after is None or log.ids is None:
+        return after
+    positions = place.anchor[:, None] + jnp.arange(active.shape[1], dtype=jnp.int32)[None, :]
+    number = jnp.where(active, place.who[:, None], table.count)
+    return after._replace(ids=log.ids.at[number, positions].set(ids.astype(log.ids.dtype), mode="drop"))
+
+
+def _commit(
+    work: Work,
+    table: Table,
+    out: Response,
+    place: Place,
+    tokens: Int[Array, "S r"],
+    logprobs: Float[Array, "S r"],
+    accepted: Int[Array, " S"],
+) -> tuple[Response, Int[Array, " S"]]:
+    """Append a round's tokens up to the first stop token and the request's limit; how many each slot committed."""
+    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    before, bound = out.count[place.who], table.limits[place.who]
+    stops = (slots <= accepted[:, None]) & is_stop(tokens, work.shape)
+    until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, accepted + 1)
+    count = jnp.where(place.live, jnp.minimum(until_stop, bound - before), 0).astype(jnp.int32)
+    stopped = jnp.any(stops & (slots < count[:, None]), axis=1)
+    # The whole block is written: what lies after `count` is overwritten by the next round or never read.
+    number, columns = jnp.where(place.live, place.who, table.count), before[:, None] + slots
+    return (
+        Response(
+            tokens=out.tokens.at[number[:, None], columns].set(tokens, mode="drop"),
+            logprobs=out.logprobs.at[number[:, None], columns].set(logprobs, mode="drop"),
+            count=out.count.at[number].add(count, mode="drop"),
+            stopped=out.stopped.at[number].max(stopped, mode="drop"),
+        ),
+        count,
+    )
+
+
+def _counted(
+    table: Table,
+    stats: Stats,
+    place: Place,
+    count: Int[Array, " S"],
+    accepted: Int[Array, " S"],
+    proposed: Int[Array, " S"],
+) -> Stats:
+    """With the verify rounds of requests that had begun."""
+    number = jnp.where(place.live & ~place.first, place.who, table.count)
+    reached = jnp.arange(stats.accepted.shape[1])[None, :] < accepted[:, None]
+    return Stats(
+        rounds=stats.rounds.at[number].add(1, mode="drop"),
+        committed=stats.committed.at[number].add(count, mode="drop"),
+        proposed=stats.proposed.at[number].add(proposed, mode="drop"),
+        accepted=stats.accepted.at[number].add(reached.astype(jnp.int32), mode="drop"),
+    )

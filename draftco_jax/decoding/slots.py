@@ -1,0 +1,346 @@
+"""What a program of slots carries: a table of requests, S slots that decode, P rows in which prompts are read.
+
+A request's tokens, counts and log-probs stand in the table, at its own number, from its first token on. A slot holds
+what decoding it needs beside: its pages, the rows of recurrent and draft states, its newest token. So nothing is copied
+when a request ends, and nothing of it is left but pages and rows that the next owner overwrites.
+
+Letters: N requests in the table, S slots, P staging rows, L prompt capacity, M new-token capacity, k most drafts of a
+round, Q pages in the pool, W steps of n columns in a row's table of pages, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from draftco_jax.decoding.experts import ExpertLog
+from draftco_jax.decoding.pages import unowned
+from draftco_jax.decoding.records import EngineShape, Request, Response, Stats
+from draftco_jax.decoding.state_rows import row_dims
+from draftco_jax.drafts.base import Context, Draft, Shared
+from draftco_jax.models.compute import FloatName
+from draftco_jax.models.paged_cache import PagedCache, PagedLayer, is_paged, paged
+from draftco_jax.models.transformer import Decoder
+from draftco_jax.numerics.sampling import SamplingConfig, request_uniforms
+
+
+class Load(NamedTuple):
+    """What the choice of a round's draft length may look at."""
+
+    turn: jax.Array  # i32[] turns of the loop before this one
+    live: jax.Array  # i32[] slots that decode
+
+
+def longest(load: Load) -> Int32[Array, ""]:
+    """Always the last of the draft lengths (-1: counted from the end)."""
+    return jnp.full_like(load.turn, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotShape:
+    """Static sizes of a program of slots beside those of `EngineShape`."""
+
+    slots: int
+    draft_lengths: tuple[int, ...] = (0,)
+    """Drafts a round may have; `choose` picks one for each round. 0: a plain step."""
+    choose: Callable[[Load], Int32[Array, ""]] = longest
+    """Index into `draft_lengths`, for all slots of a round; must not look at wall-clock time."""
+    page: int = 16
+    """Slots of a page."""
+    pages: int | None = None
+    """Of the pool; None: as many as all rows can need at the same time."""
+    staging_rows: int = 2
+    """Prompts that are read at the same time."""
+    chunk: int = 256
+    """Prompt tokens of a row that are read in one turn, at most."""
+    walk: int = 256
+    """Cached tokens that attention looks at in one step, at least a page."""
+    share_prefixes: bool = True
+    """Neighbours in the table with the same prompt read it once and own its pages together."""
+    poison: bool = False
+    """Fill what a request leaves with NaN, to show that nothing of it is read."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that hold nothing."""
+        for name in ("slots", "page", "staging_rows", "chunk", "walk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1; leave it out for the default")
+        if not self.draft_lengths or min(self.draft_lengths) < 0:
+            raise ValueError(
+                f"draft_lengths={self.draft_lengths} must be numbers >= 0, at least one; use (0,) for plain"
+            )
+
+
+@dataclass(frozen=True)
+class Work:
+    """The models and sizes of a program: everything that is the same for all its turns."""
+
+    policy: Decoder
+    draft: Draft | None
+    shared: Shared
+    """The policy's tables as the draft reads them."""
+    shape: EngineShape
+    slots: SlotShape
+    sampling: SamplingConfig
+    draft_dtype: FloatName = "float32"
+
+    @property
+    def lookahead(self) -> int:
+        """k."""
+        return max(self.slots.draft_lengths)
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens read at once; the last token of a prompt is not among them (`admission`)."""
+        return min(self.slots.chunk, max(self.shape.prompt_capacity - 1, 1))
+
+    @property
+    def prompt_room(self) -> int:
+        """Prompt tokens but the last, up to whole chunks."""
+        return -(-max(self.shape.prompt_capacity - 1, 1) // self.chunk) * self.chunk
+
+    @property
+    def capacity(self) -> int:
+        """Slots that a row may write: the last token it may commit and a full block of drafts after it."""
+        return max(self.shape.prompt_capacity + self.shape.max_new_tokens + self.lookahead, self.prompt_room)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """W and n."""
+        columns = -(-self.capacity // self.slots.page)
+        at_once = min(max(self.slots.walk // self.slots.page, 1), columns)
+        return -(-columns // at_once), at_once
+
+    @property
+    def pages(self) -> int:
+        """Q. Fewer than the least would leave a request waiting for ever."""
+        page = self.slots.page
+        most = -(-(self.shape.prompt_capacity + self.shape.max_new_tokens + self.lookahead) // page)
+        staged = self.slots.staging_rows * -(-max(self.shape.prompt_capacity - 1, 1) // page)
+        least = 1 + staged + most
+        if self.slots.pages is not None and self.slots.pages < least:
+            raise ValueError(
+                f"pages={self.slots.pages} must be >= {least} to hold one request of the longest kind and the prompts "
+                "being read; raise it, or lower staging_rows or the capacities"
+            )
+        return 1 + staged + self.slots.slots * most if self.slots.pages is None else self.slots.pages
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Policy layers that the draft reads."""
+        return () if self.draft is None else self.draft.cfg.tap_layers
+
+    def empty_cache(self, rows: int) -> PagedCache:
+        """Pools and states of so many rows, none of which owns a page."""
+        table = jnp.zeros((rows, *self.steps), jnp.int32)
+        dense = self.policy.empty_cache(rows, max(self.capacity, self.prompt_room), self.lookahead)
+        return paged(dense, self.pages, self.slots.page, table)
+
+    def empty_draft(self, context: Context) -> Any:
+        """The draft's state for requests with this context; () without a draft."""
+        if self.draft is None:
+            return ()
+        return self.draft.empty_state(context.history.shape[0], self.capacity, context)
+
+    @cached_property
+    def layer_dims(self) -> Any:
+        """Where the rows are in the policy's states; pools have none."""
+        return row_dims(lambda rows: self.empty_cache(rows).layers)
+
+    def draft_dims(self, context: Context) -> Any:
+        """Where the rows are in the draft's states."""
+        return row_dims(
+            lambda rows: self.empty_draft(Context(*(jnp.zeros((rows, x.shape[1]), jnp.int32) for x in context)))
+        )
+
+
+class Table(NamedTuple):
+    """The requests, which no turn changes. Rows from `known` on are empty."""
+
+    prompts: jax.Array  # i32[N, >= L]
+    lengths: jax.Array  # i32[N]
+    limits: jax.Array  # i32[N] new tokens at most, 1..M
+    until: jax.Array  # i32[N] number of the first request after it that has another prompt
+    keys: jax.Array  # key[N]
+    uniforms: jax.Array  # f32[N, positions, 3]
+    context: Context
+    known: jax.Array  # i32[]
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return self.lengths.shape[0]
+
+
+class Slots(NamedTuple):
+    """Rows that decode."""
+
+    request: jax.Array  # i32[S] number in the table; N: empty
+    newest: jax.Array  # i32[S] the newest token: at first the last one of the prompt
+    cache: PagedCache  # with the pools
+    draft: Any
+
+
+class Staging(NamedTuple):
+    """Rows in which prompts are read, all but their last token."""
+
+    first: jax.Array  # i32[P] request it is read for, and those after it up to `until`; N: empty
+    until: jax.Array  # i32[P]
+    length: jax.Array  # i32[P] tokens to be read
+    position: jax.Array  # i32[P] tokens read so far
+    cache: PagedCache  # without the pools (`without_pools`)
+    draft: Any
+    experts: jax.Array | None  # i16[P, tokens, layers with experts, k]; None: not recorded
+
+
+class State(NamedTuple):
+    """What a turn changes."""
+
+    out: Response
+    stats: Stats
+    log: ExpertLog | None
+    aborted: jax.Array  # bool[N]
+    slots: Slots
+    staging: Staging
+    owners: jax.Array  # i32[Q]
+    started: jax.Array  # i32[] requests that have been given a slot: they start in the order of the table
+    staged: jax.Array  # i32[] requests whose prompt has been given a row
+    turn: jax.Array  # i32[]
+
+
+def open_table(work: Work, request: Request, known: Int32[Array, ""] | None = None) -> Table:
+    """The requests of a call, or the first `known` of them and room for others."""
+    count, given = request.prompts.shape
+    prompts = jnp.pad(request.prompts, ((0, 0), (0, max(work.prompt_room + 1 - given, 0))))
+    limits = jnp.full((count,), work.shape.max_new_tokens, jnp.int32)
+    if request.max_tokens is not None:
+        limits = jnp.clip(request.max_tokens, 1, limits)
+    uniforms = request_uniforms(request.keys, work.capacity + 1)
+    table = Table(
+        prompts=prompts,
+        lengths=request.prompt_lengths,
+        limits=limits,
+        until=jnp.zeros((count,), jnp.int32),
+        keys=request.keys,
+        uniforms=uniforms,
+        context=request.context,
+        known=jnp.int32(count) if known is None else known,
+    )
+    return _grouped(work, table)
+
+
+def submit(work: Work, table: Table, request: Request) -> Table:
+    """The table with these requests after those it has; the caller sees to it that there is room for them.
+
+    Siblings are numbers of rows in the table. What is staged or decoding is not touched.
+    """
+    new = open_table(work, request)
+    rows = table.known + jnp.arange(new.count, dtype=jnp.int32)
+    known = jnp.minimum(table.known + new.count, table.count)
+    both = jax.tree.map(
+        lambda old, more: old.at[rows].set(more, mode="drop"), table._replace(known=()), new._replace(known=())
+    )
+    return _grouped(work, both._replace(known=known))
+
+
+def _grouped(work: Work, table: Table) -> Table:
+    """With `until`: which neighbours begin alike, with the same prompt and the same texts for a draft to look at."""
+    number = jnp.arange(table.count, dtype=jnp.int32)
+    ends = number + 1 >= table.known
+    if work.slots.share_prefixes:
+        real = jnp.arange(table.prompts.shape[1])[None, :] < table.lengths[:, None]
+        prompts = jnp.where(real, table.prompts, 0)
+        beginning = jnp.concatenate([table.lengths[:, None], prompts, table.context.history], axis=1)
+        ends |= jnp.any(beginning != jnp.roll(beginning, -1, axis=0), axis=1)
+    else:
+        ends |= True
+    until = jax.lax.cummin(jnp.where(ends, number + 1, table.count), reverse=True)
+    return table._replace(until=until)
+
+
+def open_state(work: Work, table: Table) -> State:
+    """Nothing has begun."""
+    count, width = table.count, work.shape.max_new_tokens + work.lookahead + 1
+    slots, rows = work.slots.slots, work.slots.staging_rows
+    zeros = jnp.zeros((count,), jnp.int32)
+    out = Response(
+        tokens=jnp.full((count, width), work.shape.pad_id, jnp.int32),
+        logprobs=jnp.zeros((count, width), jnp.float32),
+        count=zeros,
+        stopped=jnp.zeros((count,), bool),
+    )
+    log, staged_experts = _open_log(work, count)
+    nobody = lambda n: jnp.full((n,), count, jnp.int32)  # noqa: E731
+    nothing = lambda n: jnp.zeros((n,), jnp.int32)  # noqa: E731
+    empty = lambda n: work.empty_draft(_no_texts(table.context, n))  # noqa: E731
+    return State(
+        out=out,
+        stats=Stats(zeros, zeros, zeros, jnp.zeros((count, work.lookahead), jnp.int32)),
+        log=log,
+        aborted=jnp.zeros((count,), bool),
+        slots=Slots(nobody(slots), nothing(slots), work.empty_cache(slots), empty(slots)),
+        staging=Staging(
+            first=nobody(rows),
+            until=nobody(rows),
+            length=nothing(rows),
+            position=nothing(rows),
+            cache=without_pools(work.empty_cache(rows)),
+            draft=empty(rows),
+            experts=staged_experts,
+        ),
+        owners=unowned(work.pages),
+        started=jnp.int32(0),
+        staged=jnp.int32(0),
+        turn=jnp.int32(0),
+    )
+
+
+def _no_texts(context: Context, rows: int) -> Context:
+    return Context(*(jnp.full((rows, x.shape[1]), -1, jnp.int32) for x in context))
+
+
+def _open_log(work: Work, count: int) -> tuple[ExpertLog | None, Array | None]:
+    """The log of all requests, and the ids of prompts being read; None for a policy without experts."""
+    mixture = work.policy.cfg.mixture
+    if mixture is None:
+        if work.shape.record_experts:
+            raise ValueError("record_experts=True must be used with a policy that has experts; set it to False")
+        return None, None
+    if not work.shape.record_experts:
+        return ExpertLog(None, jnp.float32(0.0), jnp.int32(0)), None
+    if mixture.router.num_experts > jnp.iinfo(jnp.int16).max:
+        raise ValueError(f"num_experts={mixture.router.num_experts} must fit in int16; record_experts=False does")
+
+    def ids() -> Array | None:
+        tokens, start = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32)
+        return work.policy.step(tokens, start, work.empty_cache(1), tap_layers=(), lengths=start).experts
+
+    layers, chosen = jax.eval_shape(ids).shape[2:]
+    rows = lambda n, width: jnp.full((n, width, layers, chosen), -1, jnp.int16)  # noqa: E731
+    log = ExpertLog(rows(count, work.capacity), jnp.float32(0.0), jnp.int32(0))
+    return log, rows(work.slots.staging_rows, work.prompt_room)
+
+
+def over(table: Table, state: State) -> Bool[Array, " N"]:
+    """Requests that get no further token, and rows without one."""
+    unknown = jnp.arange(table.count, dtype=jnp.int32) >= table.known
+    return state.out.stopped | (state.out.count >= table.limits) | state.aborted | unknown
+
+
+def without_pools(cache: PagedCache) -> PagedCache:
+    """The cache of rows that read and write the pools of other rows' cache."""
+    nothing = jnp.zeros((0,), jnp.int8)
+    strip = lambda node: PagedLayer(nothing, nothing) if is_paged(node) else node  # noqa: E731
+    return cache._replace(layers=jax.tree.map(strip, cache.layers, is_leaf=is_paged))
+
+
+def with_pools(cache: PagedCache, owner: PagedCache) -> PagedCache:
+    """The cache with the pools of another."""
+    lend = lambda own, other: other if is_paged(own) else own  # noqa: E731
+    return cache._replace(layers=jax.tree.map(lend, cache.layers, owner.layers, is_leaf=is_paged))
