@@ -2,6 +2,9 @@
 
     update(step n) -> publish: one jitted program lays out BOTH trees -> Published(version n) -> next generate
 
+With `ComputeConfig.step_matmul` "skinny" the policy's matrices are packed here, once, for the kernel that multiplies
+with them in every step.
+
 The published trees are new buffers: no array of the rollout side aliases one of the train side, nor the draft one of
 the policy. Each model keeps the version it was stamped with, and a `Published`, which is what generate takes, refuses
 two that differ.
@@ -28,7 +31,7 @@ from draftco_jax.distributed.sharding import ROLLOUT, Rules, partition_specs, sh
 from draftco_jax.models.compute import FloatName, cast_params
 from draftco_jax.models.functional import ModelGraph, Params, graph_of
 from draftco_jax.models.layer_runs import Run, unstack_layers
-from draftco_jax.models.transformer import Decoder, fuse_projections
+from draftco_jax.models.transformer import Decoder, to_rollout_layout
 from draftco_jax.pipeline.layout import StageLayout, from_stages
 from draftco_jax.pipeline.staged import StagedDecoder
 from draftco_jax.types import PolicyVersion
@@ -105,7 +108,7 @@ class Publisher:
         """Structures of the published models; the trees give shapes only."""
         policy_graph, draft_graph = self._train_graphs
         fused_draft = None if draft_graph is None or draft is None else _fused_graph(draft_graph, draft)
-        module = _module(policy_graph, policy)
+        module = self._policy_module(policy)
         layers = jax.eval_shape(partial(_one_by_one, module=module), policy)
         return _fused_graph(_graph_one_by_one(policy_graph, policy, module), layers), fused_draft
 
@@ -124,7 +127,7 @@ class Publisher:
         if draft is not None and draft_graph is not None:
             fused_draft = _copies(_fused_params(draft_graph, cast_params(draft, self._draft_dtype)))
             fused_draft = self._laid_out(fused_draft, jax.tree.map(lambda _: PartitionSpec(), fused_draft))
-        module = _module(policy_graph, policy)
+        module = self._policy_module(policy)
         policy = cast_params(policy, module.compute.dtype)  # first, so that less is moved
         graph = _graph_one_by_one(policy_graph, policy, module)
         if self._mesh is None:
@@ -140,6 +143,12 @@ class Publisher:
             policy = policy | {"stages": self._gathered(policy["stages"], before["layers"], module.layout)}
         policy = self._laid_out(_one_by_one(policy, module), before)
         return self._laid_out(_copies(_fused_params(graph, policy)), specs), fused_draft
+
+    def _policy_module(self, policy: Params) -> Decoder:
+        module = _module(self._train_graphs[0], policy)
+        if self._mesh is not None and module.compute.step_matmul == "skinny":
+            raise ValueError("step_matmul='skinny' must have one device, not a mesh; set step_matmul=xla")
+        return module
 
     @property
     def _rules(self) -> Rules:
@@ -209,7 +218,7 @@ def _before_fusing(params: Params, specs: Params) -> Params:
 
 def _fused_params(graph: ModelGraph, params: Params) -> Params:
     module = graph.merge(params)
-    fuse_projections(module)
+    to_rollout_layout(module)
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
@@ -221,7 +230,7 @@ def _copies(params: Params) -> Params:
 def _fused_graph(graph: ModelGraph, params: Params) -> ModelGraph:
     def build() -> nnx.Module:
         module = graph.merge(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params))
-        fuse_projections(module)
+        to_rollout_layout(module)
         return module
 
     graphdef, _, _ = nnx.split(nnx.eval_shape(build), nnx.Param, ...)

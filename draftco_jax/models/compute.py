@@ -62,6 +62,15 @@ class ComputeConfig(DtypeConfig):
     remat: Remat = "none"
     """What the backward makes again. none: nothing. attention: each block, but for the results of attention, so that no
     ring is sent twice. block: all of each block."""
+    step_matmul: Literal["xla", "skinny"] = "xla"
+    """What multiplies in rollouts. skinny: a compiled kernel for few rows on CPUs (`pallas_kernels.skinny_matmul`),
+    whose weights are packed at publish. Training has no part in it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel has no product for."""
+        super().__post_init__()
+        if self.step_matmul == "skinny" and self.dtype != "float32":
+            raise ValueError(f"step_matmul='skinny' must go with dtype=float32, not {self.dtype}; change one of them")
 
     def kept(self, block: Callable[..., Any], *, in_scan: bool) -> Callable[..., Any]:
         """`block` as it is to be differentiated."""

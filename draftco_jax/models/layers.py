@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from pallas_kernels.manual_axes import cast, varying_axes
+from pallas_kernels.skinny_matmul import PackedWeight, pack, skinny_matmul, unpack
 
 Initializer = Callable[..., Array]
 
@@ -88,6 +89,18 @@ class RMSNorm(nnx.Module):
         return ((1.0 + weight if self.rule == "offset" else weight) * normed).astype(x.dtype)
 
 
+def packed(kernel: Float[Array, "I O"]) -> nnx.Param:
+    """A kernel in panels, for `project`: made once for a rollout layout, on one device."""
+    return nnx.Param(pack(kernel).panels, logical_axes=("panels", "inputs", "panel"), units=())
+
+
+def project(x: Float[Array, "*b I"], kernel: Float[Array, "..."], columns: int | None) -> Float[Array, "*b O"]:
+    """x @ kernel in the dtype of x; `columns`: O of a kernel that is `packed`, None of one that is not."""
+    if columns is None:
+        return x @ kernel.astype(x.dtype)
+    return skinny_matmul(x, PackedWeight(kernel, columns), implementation="native")
+
+
 class Linear(nnx.Module):
     """y = x @ kernel (+ bias), kernel [in, out].
 
@@ -106,14 +119,23 @@ class Linear(nnx.Module):
         units: Mapping[str, int] | None = None,
     ) -> None:
         self.kernel = parameter(rngs, shape, axes, init or nnx.initializers.normal(0.02), units=units)
-        self.biased = bias
+        self.biased, self.columns = bias, None
         if bias:
             self.bias = parameter(rngs, shape[1:], axes[1:], nnx.initializers.zeros, units=units)
 
     def __call__(self, x: Float[Array, "*b I"], reduce: str | None = None) -> Float[Array, "*b O"]:
         """Project the last dim in the dtype of x."""
-        y = summed(x @ self.kernel[...].astype(x.dtype), reduce)
+        y = summed(project(x, self.kernel[...], self.columns), reduce)
         return y + jnp.expand_dims(self.bias[...].astype(x.dtype), range(x.ndim - 1)) if self.biased else y
+
+    def pack(self) -> None:
+        """Replace the kernel by its panels."""
+        self.columns, self.kernel = self.kernel[...].shape[1], packed(self.kernel[...])
+
+    def matrix(self) -> Float[Array, "I O"]:
+        """The kernel, packed or not."""
+        kernel = self.kernel[...]
+        return kernel if self.columns is None else unpack(PackedWeight(kernel, self.columns))
 
 
 class LinearGroup(nnx.Module):
@@ -136,7 +158,7 @@ class LinearGroup(nnx.Module):
     ) -> None:
         self.widths = tuple(widths.values())
         self.names = tuple(widths)
-        self.fused, self.biased = False, bias
+        self.fused, self.biased, self.columns = False, bias, None
         for name, out in widths.items():
             setattr(self, name, Linear((width, out), (in_axis, axes[name]), rngs=rngs, bias=bias, units=units))
 
@@ -152,6 +174,10 @@ class LinearGroup(nnx.Module):
             self.bias = nnx.Param(biases, logical_axes=(*parts[0].bias.logical_axes[:-1], "fused"), units=())
         self.fused = True
 
+    def pack(self) -> None:
+        """Replace the fused kernel by its panels."""
+        self.columns, self.kernel = sum(self.widths), packed(self.kernel[...])
+
     def __call__(self, x: Float[Array, "*b I"]) -> tuple[Array, ...]:
         """All projections, in the order of their names."""
         if not self.fused:
@@ -159,7 +185,7 @@ class LinearGroup(nnx.Module):
             # Cast once: the gradients of x by all parts are then added before they are summed over a tensor axis.
             x = cast(x, varying_axes(x, *(part.kernel[...] for part in parts)))
             return tuple(part(x) for part in parts)
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = project(x, self.kernel[...], self.columns)
         if self.biased:
             y = y + jnp.expand_dims(self.bias[...].astype(x.dtype), range(x.ndim - 1))
         ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]

@@ -23,12 +23,13 @@ from draftco_jax.models.full_attention import AttentionSpec
 from draftco_jax.models.kv_cache import Cache
 from draftco_jax.models.layer_runs import Run, find_runs
 from draftco_jax.models.layer_walk import BlockCall, Walked, Way, in_loops, one_by_one
-from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, NormRule, RMSNorm, parameter
+from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, NormRule, RMSNorm, packed, parameter, project
 from draftco_jax.models.moe import MoEConfig
 from draftco_jax.models.moe_routing import RoutingSums, routing_sums
 from draftco_jax.models.paged_cache import PagedCache
 from draftco_jax.models.rotary import Rotary
 from draftco_jax.models.vocabulary import logits, lookup
+from pallas_kernels.skinny_matmul import available
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +176,10 @@ class Decoder(nnx.Module):
     Blocks are one by one in `layers`, or stacked in `runs` (`layer_runs`), each run a loop.
     """
 
+    head_panels: nnx.Param  # of a packed policy whose head is tied
+
     def __init__(self, cfg: DecoderConfig, compute: ComputeConfig = FLOAT32, *, rngs: nnx.Rngs) -> None:
-        self.cfg, self.compute = cfg, compute
+        self.cfg, self.compute, self.packed_head = cfg, compute, False
         self.embed_tokens = parameter(
             rngs, (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), nnx.initializers.normal(0.02)
         )
@@ -201,10 +204,13 @@ class Decoder(nnx.Module):
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The output projection, tied or not; over a tensor axis this rank's columns."""
-        return self.embed_tokens[...].T if self.cfg.tie_word_embeddings else self.lm_head.kernel[...]
+        return self.embed_tokens[...].T if self.cfg.tie_word_embeddings else self.lm_head.matrix()
 
     def logits(self, hidden: Float[Array, "*b D"], packed: PackedRows = WHOLE_ROWS) -> Float[Array, "*b V"]:
         """Logits of normed hidden states, accumulated in float32."""
+        if self.packed_head:
+            kernel = self.head_panels if self.cfg.tie_word_embeddings else self.lm_head.kernel
+            return project(hidden, kernel[...], self.cfg.vocab_size)
         return logits(hidden, self.head_kernel(), packed.tensor_axis)
 
     def __call__(
@@ -328,6 +334,28 @@ def fuse_projections(module: nnx.Module) -> None:
     for _, node in nnx.iter_graph(module):
         if isinstance(node, LinearGroup) and not node.fused:
             node.fuse()
+
+
+def to_rollout_layout(module: nnx.Module) -> None:
+    """Turn a policy or a draft from the train layout to the rollout layout: fused, and packed where that is asked."""
+    fuse_projections(module)
+    if isinstance(module, Decoder) and module.compute.step_matmul == "skinny":
+        pack_projections(module)
+
+
+def pack_projections(policy: Decoder) -> None:
+    """Pack what a step multiplies with; a tied head gets panels beside the embedding, which lookups go on reading."""
+    if not available():
+        raise ValueError(
+            "step_matmul='skinny' must have its kernel built, and runs on CPUs only; run `python -m "
+            "pallas_kernels.skinny_matmul.build` or set step_matmul=xla"
+        )
+    found = [node for _, node in nnx.iter_graph(policy) if isinstance(node, Linear | LinearGroup)]
+    for node in found:
+        node.pack()
+    if policy.cfg.tie_word_embeddings:
+        policy.head_panels = packed(policy.head_kernel())
+    policy.packed_head = True
 
 
 def count_parameters(params: dict) -> int:
