@@ -42,6 +42,9 @@ class RolloutConfig:
     record_experts: bool = False
     """Router replay: keep the experts that the generator sent each token to, and train with these. Takes 2 bytes a
     token, layer and chosen expert. For policies with experts only."""
+    slots: int | None = None
+    """Sequences that are decoded at the same time; the others wait and get the place of one that has ended. none: all
+    of a step at once. The texts are the same, up to rounding."""
 
     def __post_init__(self) -> None:
         """Refuse empty steps and limits."""
@@ -50,6 +53,8 @@ class RolloutConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1; 32 prompts x 8 samples suit the demo")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be >= 1; use none for the task's own limit")
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"slots={self.slots} must be >= 1; use none to decode all sequences of a step at once")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,9 @@ def generate(run: Run, weights: Published, prompts: Sequence[Prompt], step: int)
     """Roll out every prompt G times, on the host when it returns."""
     samples = run.cfg.rollout.samples_per_prompt
     request = build_request(prompts, samples, run.engine.shape, run.step_key(step), run.history)
-    rollouts = jax.device_get(run.engine.generate(weights.policy, weights.draft, request, run.draft_length))
+    rollouts = jax.device_get(
+        run.engine.generate(weights.policy, weights.draft, request, run.draft_length, run.cfg.rollout.slots)
+    )
     if run.history is not None:
         run.history.add(prompts, rollouts)
     return rollouts
