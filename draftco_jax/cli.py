@@ -114,10 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Work out what each device holds of a policy on a mesh, without its weights.",
         "qwen3-235b-a22b tensor=4 stage=4 context=2 data=2",
     )
-    shards.add_argument("model", metavar="MODEL", help="a published size (qwen3-8b, ...) or a model folder")
-    shards.add_argument("axes", nargs="*", metavar="AXIS=SIZE", help="the mesh: data, stage, context, tensor, expert")
-    shards.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters")
-    shards.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
+    _add_shards_options(shards)
 
     plan = add(
         "plan",
@@ -188,6 +185,13 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it; may be repeated"
     )
+
+
+def _add_shards_options(shards: argparse.ArgumentParser) -> None:
+    shards.add_argument("model", metavar="MODEL", help="a published size (qwen3-8b, ...) or a model folder")
+    shards.add_argument("axes", nargs="*", metavar="AXIS=SIZE", help="the mesh: data, stage, context, tensor, expert")
+    shards.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters")
+    shards.add_argument("--json", type=Path, metavar="FILE", help="also write it to FILE, machine-readable")
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
