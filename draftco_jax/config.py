@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -249,10 +249,30 @@ def _check_mesh(cfg: RunConfig) -> None:
         )
 
 
+_LATER: dict[str, tuple[type, tuple[str, ...]]] = {
+    "SamplingConfig": (SamplingConfig, ("min_p",)),
+    "ComputeConfig": (ComputeConfig, ("step_matmul",)),
+    "RolloutConfig": (RolloutConfig, ("slots",)),
+    "RunConfig": (RunConfig, ("mesh", "verification")),
+}
+"""Settings that there are saved configs without. Their defaults are what such a config meant; a setting that is added
+gets a line here, and a default under which nothing changes."""
+
+
 def with_later_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved config of a run with the settings that came after it, at the values such a run had."""
-    later = {"mesh": to_json(MeshConfig())} if saved.get("type") == RunConfig.__name__ else {}
-    return {**later, **saved}
+    """A saved config with the settings that came after it, at the values it then had without a name (`_LATER`)."""
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, list):
+            return [filled(element) for element in node]
+        if not isinstance(node, Mapping):
+            return node
+        cls, names = _LATER.get(str(node.get("type")), (None, ()))
+        defaults = {} if cls is None else {field.name: field.default for field in fields(cls) if field.name in names}
+        later = {name: to_json(value) if is_dataclass(value) else value for name, value in defaults.items()}
+        return later | {name: filled(value) for name, value in node.items()}
+
+    return filled(saved)
 
 
 def resolve_checkpoint(name: str) -> Path:

@@ -172,12 +172,40 @@ def test_names_of_the_mesh_are_read_from_text_and_closed():
         load_config(path, ["mesh.draft_placement=first"])
 
 
-def test_a_config_that_was_saved_before_there_were_meshes_is_that_of_one_device():
+def without(tree, kind, name):
+    """The tree without the field `name` of every component of the type `kind`."""
+    if isinstance(tree, list):
+        return [without(element, kind, name) for element in tree]
+    if not isinstance(tree, dict):
+        return tree
+    here = tree.get("type") == kind
+    return {key: without(value, kind, name) for key, value in tree.items() if not (here and key == name)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("RunConfig", "mesh"),
+        ("RunConfig", "verification"),
+        ("RolloutConfig", "slots"),
+        ("SamplingConfig", "min_p"),
+        ("ComputeConfig", "step_matmul"),
+    ],
+)
+def test_a_config_that_was_saved_before_a_setting_came_is_that_of_its_default(kind, name):
     saved = to_json(make())
-    before = {name: value for name, value in saved.items() if name != "mesh"}
+    before = without(saved, kind, name)
+    assert before != saved
+    assert with_later_settings(before) == saved
     assert from_json(RunConfig, with_later_settings(before), config_registry()) == make()
-    on_mesh = make(mesh=MeshConfig(data=2))
+
+
+def test_later_settings_change_nothing_that_is_there():
+    on_mesh = make(mesh=MeshConfig(data=2), verification="block")
     assert from_json(RunConfig, with_later_settings(to_json(on_mesh)), config_registry()) == on_mesh
+    broken = without(to_json(make()), "RunConfig", "steps")
+    with pytest.raises(UserError, match="steps is missing"):
+        from_json(RunConfig, with_later_settings(broken), config_registry())
 
 
 def test_what_is_off_is_not_checked():
