@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftco_jax.config_io import apply_overrides, load_python_config, to_json
+from draftco_jax.decoding.speculation_control import Bandit, Budget, CostModel
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import draft_configs, family_of
 from draftco_jax.environments.catalog import TaskConfig
@@ -45,6 +46,10 @@ class RolloutConfig:
     slots: int | None = None
     """Sequences that are decoded at the same time; the others wait and get the place of one that has ended. none: all
     of a step at once. The texts are the same, up to rounding."""
+    rule: CostModel | Budget | Bandit | None = None
+    """Chooses the draft length of each round in slots, from `lengths`, the longest of which is `draft_length`; with 0
+    among them speculation is off where it does not pay. Costs are measured when the run starts and kept with it. none:
+    always `draft_length`."""
 
     def __post_init__(self) -> None:
         """Refuse empty steps and limits."""
@@ -55,6 +60,8 @@ class RolloutConfig:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be >= 1; use none for the task's own limit")
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"slots={self.slots} must be >= 1; use none to decode all sequences of a step at once")
+        if self.rule is not None and self.slots is None:
+            raise ValueError("slots=none must be a number where rule chooses draft lengths; give slots, or rule=none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +210,17 @@ def _check_training_law(cfg: RunConfig) -> None:
 
 def _check_draft(cfg: RunConfig) -> None:
     if cfg.speculation == "off":
+        if cfg.rollout.rule is not None:
+            raise ValueError("rollout.rule must be none with speculation=off, which drafts nothing; leave it out")
         return
     if cfg.draft is None:
         raise ValueError(
             f"draft=None with speculation={cfg.speculation} must be a draft config; give one, or speculation=off"
+        )
+    rule = cfg.rollout.rule
+    if rule is not None and rule.lengths[-1] != cfg.draft_length:
+        raise ValueError(
+            f"rollout.rule.lengths={rule.lengths} must end with draft_length={cfg.draft_length}; change one of them"
         )
     family, longest = family_of(cfg.draft), cfg.draft.max_draft_length
     cfg.draft.check_target(cfg.policy)
@@ -252,7 +266,7 @@ def _check_mesh(cfg: RunConfig) -> None:
 _LATER: dict[str, tuple[type, tuple[str, ...]]] = {
     "SamplingConfig": (SamplingConfig, ("min_p",)),
     "ComputeConfig": (ComputeConfig, ("step_matmul",)),
-    "RolloutConfig": (RolloutConfig, ("slots",)),
+    "RolloutConfig": (RolloutConfig, ("slots", "rule")),
     "RunConfig": (RunConfig, ("mesh", "verification")),
 }
 """Settings that there are saved configs without. Their defaults are what such a config meant; a setting that is added

@@ -8,7 +8,7 @@ Each stage below is one named call; `types.py` has the records that pass between
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from draftco_jax.checkpoint import Checkpointer
 from draftco_jax.config import RunConfig
 from draftco_jax.data.packing import pack
+from draftco_jax.decoding.cost_table import CostTable, Setting
 from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.errors import UserError
@@ -30,6 +31,7 @@ from draftco_jax.profiling import StageClock
 from draftco_jax.report import write_report
 from draftco_jax.report.write import REPORT_FILE
 from draftco_jax.rewards.exact import score
+from draftco_jax.rollout.speculation import costs_of_run
 from draftco_jax.run import DRAFT_FOLDER, Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
 from draftco_jax.training.update import TrainState
@@ -61,6 +63,9 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
         if first == 0:
             progress.stage("first evaluation (compiles the rollout program)")
             writer.write(StepReport(0, evaluate(run, weights)))
+        if run.speculation is not None:
+            progress.stage("measuring what rounds cost")
+            run.speculation.costs = costs_of_run(run_dir, *round_costs(run, weights))
         progress.stage("training")
         batch, alarmed = None, False
         for step in range(first + 1, cfg.steps + 1):
@@ -125,7 +130,7 @@ def train_step(
     clock = StageClock()
     prompts = next(run.prompts)
     with clock.stage("generate"):
-        rollouts = generate(run, weights, prompts, step)
+        rollouts, control_metrics = generate(run, weights, prompts, step)
     with clock.stage("score"):
         scored = score_rollouts(run, prompts, rollouts, weights.version)
         batch = pack_rollouts(run, scored)
@@ -136,7 +141,7 @@ def train_step(
     metrics = _rollout_metrics(scored, clock.seconds["generate"], run.cfg.accepted_length_alarm) | _on_host(
         update_metrics
     )
-    metrics |= _learning_rates(run, step) | {"policy_version": float(scored.version.step)}
+    metrics |= control_metrics | _learning_rates(run, step) | {"policy_version": float(scored.version.step)}
     if _due(step, run.cfg.evaluation.every_steps) or step == run.cfg.steps:
         metrics |= evaluate(run, weights)
     times = {f"time_seconds/{name}": seconds for name, seconds in clock.seconds.items()}
@@ -144,16 +149,37 @@ def train_step(
     return state, weights, batch, StepReport(step, metrics | times)
 
 
-def generate(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> Rollouts:
-    """Roll out every prompt G times, on the host when it returns."""
-    samples = run.cfg.rollout.samples_per_prompt
+def generate(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> tuple[Rollouts, dict[str, float]]:
+    """Roll out every prompt G times, on the host when it returns; what chose the draft lengths says how it went."""
+    samples, metrics = run.cfg.rollout.samples_per_prompt, {}
     request = build_request(prompts, samples, run.engine.shape, run.step_key(step), run.history)
-    rollouts = jax.device_get(
-        run.engine.generate(weights.policy, weights.draft, request, run.draft_length, run.cfg.rollout.slots)
-    )
+    if run.speculation is None:
+        rollouts = run.engine.generate(weights.policy, weights.draft, request, run.draft_length, run.slots)
+    else:
+        assert run.slots is not None
+        served = run.engine.serve(weights.policy, weights.draft, request, run.slots, run.speculation.control)
+        rollouts, metrics = served.rollouts, run.speculation.after(served)
+    rollouts = jax.device_get(rollouts)
     if run.history is not None:
         run.history.add(prompts, rollouts)
-    return rollouts
+    return rollouts, metrics
+
+
+def round_costs(run: Run, weights: Published) -> tuple[Setting, Callable[[Setting], CostTable]]:
+    """What decides how long a round takes, and how to measure it."""
+    shape, slots, device = run.engine.shape, run.slots, jax.devices()[0]
+    assert slots is not None and weights.draft is not None
+    setting = {
+        "device": device.device_kind,
+        "slots": slots.slots,
+        "prompt_capacity": shape.prompt_capacity,
+        "max_new_tokens": shape.max_new_tokens,
+        "policy_parameters": sum(x.size for x in jax.tree.leaves(weights.policy)),
+        "draft_parameters": sum(x.size for x in jax.tree.leaves(weights.draft)),
+    }
+    prompts = tuple(run.task.problem(0) for _ in range(slots.slots))
+    context = build_request(prompts, 1, shape, run.speed_key, run.history).context
+    return setting, lambda setting: run.engine.measure_rounds(weights.policy, weights.draft, context, slots, setting)
 
 
 def score_rollouts(run: Run, prompts: Sequence[Prompt], rollouts: Rollouts, version: PolicyVersion) -> ScoredRollouts:
@@ -174,7 +200,7 @@ def pack_rollouts(run: Run, scored: ScoredRollouts) -> PackedBatch:
 
 def make_batch(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> PackedBatch:
     """Generate, score and pack in one go."""
-    rollouts = generate(run, weights, prompts, step)
+    rollouts, _ = generate(run, weights, prompts, step)
     return pack_rollouts(run, score_rollouts(run, prompts, rollouts, weights.version))
 
 

@@ -16,6 +16,7 @@ from draftco_jax.config import RunConfig, with_later_settings
 from draftco_jax.config_io import diff, to_json
 from draftco_jax.data.prompts import PromptBatches
 from draftco_jax.decoding.engine import Engine, EngineShape
+from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.environments.base import Task
@@ -26,6 +27,7 @@ from draftco_jax.metrics import write_text_whole
 from draftco_jax.models.functional import ModelGraph, Params, initialise
 from draftco_jax.pretrain_config import AnyConfig
 from draftco_jax.rollout.history import RolloutHistory
+from draftco_jax.rollout.speculation import SpeculationControl
 from draftco_jax.starting_weights import Kept, Models, keep, load_models
 from draftco_jax.training.objective import ObjectiveSpec
 from draftco_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -40,7 +42,7 @@ DRAFT_FOLDER = "draft"
 
 # Purposes of the run's root key; a step uses fold_in(root, step), and steps are far below these. `starting_weights.py`
 # has the first two.
-_EVALUATION_KEY, _UNTRAINED_KEY, _SPEED_KEY = (2**31 + i for i in range(2, 5))
+_EVALUATION_KEY, _UNTRAINED_KEY, _SPEED_KEY, _CONTROL_KEY = (2**31 + i for i in range(2, 6))
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,17 @@ class Run:
     evaluator: Evaluator
     history: RolloutHistory | None
     """Earlier rollouts, for a draft that copies from them."""
+    speculation: SpeculationControl | None
+    """What chooses draft lengths; None where they are always the same."""
+
+    @property
+    def slots(self) -> SlotShape | None:
+        """Of the rollouts; None where all sequences of a step are decoded at once."""
+        rollout, k = self.cfg.rollout, self.draft_length
+        if rollout.slots is None:
+            return None
+        lengths = (k,) if rollout.rule is None else rollout.rule.lengths
+        return SlotShape(slots=rollout.slots, draft_lengths=lengths, rule=rollout.rule)
 
     @property
     def draft_length(self) -> int:
@@ -233,8 +246,14 @@ def set_up(cfg: RunConfig) -> tuple[Run, Models]:
         prompts=PromptBatches(task, cfg.rollout.prompts_per_step, cfg.seed),
         evaluator=Evaluator(held_out, cfg.evaluation.prompts),
         history=_history(cfg),
+        speculation=_speculation(cfg, key),
     )
     return run, models
+
+
+def _speculation(cfg: RunConfig, key: Array) -> SpeculationControl | None:
+    rule = cfg.rollout.rule
+    return None if rule is None else SpeculationControl(rule, jax.random.fold_in(key, _CONTROL_KEY))
 
 
 def _trained_draft(cfg: RunConfig) -> DraftConfig | None:
@@ -274,13 +293,16 @@ def start_or_resume(run: Run, models: Models, checkpoints: Checkpointer, resume:
     run.prompts.set_state(restored.data["prompts"])
     if run.history is not None:
         run.history.set_state(restored.data["history"])
+    if run.speculation is not None:
+        run.speculation.set_state(restored.data["speculation"])
     return restored.state
 
 
 def resume_data(run: Run) -> dict[str, Any]:
     """What a checkpoint keeps beside the state: the data position, and which weights the run started from."""
     data = {"prompts": run.prompts.get_state(), "starting_weights": run.kept.fingerprints}
-    return data if run.history is None else data | {"history": run.history.get_state()}
+    kept = {"history": run.history, "speculation": run.speculation}
+    return data | {name: part.get_state() for name, part in kept.items() if part is not None}
 
 
 def engine_shape(cfg: AnyConfig, task: Task) -> EngineShape:

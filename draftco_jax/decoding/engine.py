@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from draftco_jax.decoding.budget import limit, round_uniforms
+from draftco_jax.decoding.control import Control
+from draftco_jax.decoding.cost_table import CostTable, Setting
 from draftco_jax.decoding.experts import ExpertLog, log_step, open_log
 from draftco_jax.decoding.records import (
     RULES,
@@ -34,7 +36,8 @@ from draftco_jax.decoding.records import (
     committed_tokens,
     is_stop,
 )
-from draftco_jax.decoding.serving import serve
+from draftco_jax.decoding.round_cost import measure_rounds
+from draftco_jax.decoding.serving import Served, serve, work_of
 from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.drafts.base import Context, Draft, Features, Shared
 from draftco_jax.models.compute import FloatName
@@ -259,6 +262,9 @@ class Engine:
             partial(serve, (policy_graph, draft_graph), shape=shape, sampling=sampling, draft_dtype=draft_dtype),
             static_argnames=("slots",),
         )
+        self._work = partial(
+            work_of, (policy_graph, draft_graph), shape=shape, sampling=sampling, draft_dtype=draft_dtype
+        )
         self._speculative = (
             None
             if draft_graph is None
@@ -298,7 +304,14 @@ class Engine:
                 f"{self.shape.prompt_capacity}; pad to the capacity or raise it"
             )
         if slots is not None:
-            return self._through_slots((policy_weights, draft_weights), request, draft_length, slots)
+            if isinstance(slots, int):
+                slots = SlotShape(slots=slots, draft_lengths=(draft_length,))
+            if draft_length not in slots.draft_lengths:
+                raise ValueError(
+                    f"draft_length={draft_length} must be one of draft_lengths={slots.draft_lengths} of the slots; "
+                    "change one of them"
+                )
+            return self.serve(policy_weights, draft_weights, request, slots).rollouts
         if request.max_tokens is not None:
             raise ValueError("max_tokens of each request must be None without slots; give slots, or one max_new_tokens")
         if draft_length == 0:
@@ -307,19 +320,41 @@ class Engine:
             raise ValueError(f"draft_length={draft_length} needs a draft and a length >= 0; use 0 for plain decoding")
         return self._speculative((policy_weights, draft_weights), request, draft_length=draft_length)
 
-    def _through_slots(
-        self, weights: tuple[Weights, Weights | None], request: Request, draft_length: int, slots: int | SlotShape
-    ) -> Rollouts:
-        if isinstance(slots, int):
-            slots = SlotShape(slots=slots, draft_lengths=(draft_length,))
-        if draft_length not in slots.draft_lengths:
-            raise ValueError(
-                f"draft_length={draft_length} must be one of draft_lengths={slots.draft_lengths} of the slots; "
-                "change one of them"
-            )
+    def serve(
+        self,
+        policy_weights: Weights,
+        draft_weights: Weights | None,
+        request: Request,
+        slots: SlotShape,
+        control: Control | None = None,
+    ) -> Served:
+        """Roll out the requests through slots; the result holds what their rounds taught, for the next call.
+
+        Args:
+            policy_weights: published policy tree.
+            draft_weights: published draft tree; not read where no length of `slots.draft_lengths` is above 0.
+            request: as of `generate`.
+            slots: sizes, draft lengths and the rule that chooses among them.
+            control: of the call before, or of `control.start`; None: before any round, without a cost table.
+        """
+        weights = policy_weights, draft_weights
         if max(slots.draft_lengths) == 0:
             weights = weights[0], None
-        return self._slotted(weights, request, slots=slots)
+        return self._slotted(weights, request, slots=slots, control=control)
+
+    def measure_rounds(
+        self,
+        policy_weights: Weights,
+        draft_weights: Weights | None,
+        context: Context,
+        slots: SlotShape,
+        setting: Setting,
+        *,
+        repeats: int = 5,
+    ) -> CostTable:
+        """Seconds of a round of each draft length of these slots, one row; `context` as of a request of each slot."""
+        make = partial(self._work, slots=slots)
+        return measure_rounds(make, (policy_weights, draft_weights), context, slots, setting, repeats=repeats)
 
 
 def request_keys(key: Key[Array, ""], count: int) -> Key[Array, " B"]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from draftco_jax.decoding.budget import limit, round_uniforms
+from draftco_jax.decoding.control import settle
 from draftco_jax.decoding.experts import ExpertLog, log_step
 from draftco_jax.decoding.records import RULES, Response, Stats, committed_tokens, is_stop
 from draftco_jax.decoding.slots import Slots, State, Table, Work, over
@@ -42,8 +43,9 @@ def places(table: Table, state: State) -> Place:
     return Place(who, live, live & (count == 0), jnp.where(live, table.lengths[who] + count - 1, 0))
 
 
-def play(work: Work, table: Table, state: State, k: int) -> State:
-    """A round of k drafts."""
+def play(work: Work, table: Table, state: State, number: int) -> State:
+    """A round with the draft length of this number."""
+    k = work.slots.draft_lengths[number]
     place, slots, stats = places(table, state), state.slots, state.stats
     ahead = _uniforms(work, table, state, place, k)
     proposal, draft = _propose(work, table, slots, place, ahead)
@@ -70,8 +72,18 @@ def play(work: Work, table: Table, state: State, k: int) -> State:
     newest = jnp.where(count > 0, pick(tokens, last), slots.newest)
     if k:
         stats = _counted(table, stats, place, count, accepted, proposal.count)
+    control, ledger = settle(
+        work.slots.speculation,
+        state.control,
+        state.ledger,
+        jnp.int32(number),
+        live=place.live & ~place.first,
+        proposed=proposal.count,
+        accepted=accepted,
+        committed=count,
+    )
     slots = slots._replace(newest=newest, cache=step.cache, draft=draft)
-    return state._replace(out=out, stats=stats, log=log, slots=slots)
+    return state._replace(out=out, stats=stats, log=log, slots=slots, control=control, ledger=ledger)
 
 
 def _uniforms(work: Work, table: Table, state: State, place: Place, k: int) -> Float[Array, "S r 3"]:

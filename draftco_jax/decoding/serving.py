@@ -3,7 +3,7 @@
     turn      end what is over -> stage prompts -> read a chunk of each -> start requests -> one round of all slots
 
 Keys and values lie in pages (`models.paged_cache`), prompts that neighbours in the table share are read once
-(`admission`), and the draft length may change from round to round (`SlotShape.choose`). The host is not asked anything
+(`admission`), and the draft length may change from round to round (`SlotShape.rule`). The host is not asked anything
 between the first turn and the last.
 
 A server goes in steps: `advance` by some turns, `slots.submit`, `abort` and `collect` between them, all functions of a
@@ -11,23 +11,24 @@ table and a state.
 
 A request's tokens are those of `decoding.engine.generate_*` for the same key, prompt, weights and draft length, up to
 rounding; they do not depend on the slot, on what else is served, on when it started or on how many slots there are,
-unless a budget or siblings of a draft make requests look at each other, or `choose` makes the draft length depend on
-when it was served.
+unless a budget or siblings of a draft make requests look at each other, or a rule makes the draft length depend on
+what was served beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from draftco_jax.decoding.admission import being_read, end, may_stage, may_start, read, stage, start
+from draftco_jax.decoding.control import Control, Ledger, decide
 from draftco_jax.decoding.records import EngineShape, Request, assemble
 from draftco_jax.decoding.rounds import places, play
-from draftco_jax.decoding.slots import Load, SlotShape, State, Table, Work, open_state, open_table, over
+from draftco_jax.decoding.slots import SlotShape, State, Table, Work, open_state, open_table, over
 from draftco_jax.drafts.base import Shared
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
@@ -36,6 +37,14 @@ from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.types import Rollouts
 
 Weights = Any  # parameter tree in the rollout layout
+
+
+class Served(NamedTuple):
+    """What a call gives."""
+
+    rollouts: Rollouts
+    control: Control  # for the next call
+    ledger: Ledger  # rounds of this one
 
 
 def serve(
@@ -47,11 +56,13 @@ def serve(
     slots: SlotShape,
     sampling: SamplingConfig,
     draft_dtype: FloatName = "float32",
-) -> Rollouts:
+    control: Control | None = None,
+) -> Served:
     """Roll out all requests, of which as many decode at a time as there are slots."""
     work = work_of(graphs, weights, shape=shape, slots=slots, sampling=sampling, draft_dtype=draft_dtype)
     table = open_table(work, request)
-    return collect(work, table, advance(work, table, open_state(work, table)))
+    state = advance(work, table, open_state(work, table, control))
+    return Served(collect(work, table, state), state.control, state.ledger)
 
 
 def collect(work: Work, table: Table, state: State) -> Rollouts:
@@ -107,11 +118,10 @@ def turn(work: Work, table: Table, state: State) -> State:
     starts = may_start(work, table, state)
     state = only_if(jnp.any(starts.slots), lambda state: start(work, table, state, starts), state)
     live = jnp.sum(places(table, state).live, dtype=jnp.int32)
-    lengths = work.slots.draft_lengths
-    chosen = work.slots.choose(Load(state.turn, live)) % len(lengths)
-    for number, length in enumerate(lengths):
+    chosen = decide(work.slots.speculation, state.control, live)
+    for number in range(len(work.slots.draft_lengths)):
         wanted = (live > 0) & (chosen == number)
-        state = only_if(wanted, lambda state, k=length: play(work, table, state, k), state)
+        state = only_if(wanted, lambda state, number=number: play(work, table, state, number), state)
     return state._replace(turn=state.turn + 1)
 
 

@@ -10,7 +10,6 @@ round, Q pages in the pool, W steps of n columns in a row's table of pages, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,9 +18,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from draftco_jax.decoding.control import Control, Ledger, open_ledger, start
 from draftco_jax.decoding.experts import ExpertLog
 from draftco_jax.decoding.pages import unowned
 from draftco_jax.decoding.records import EngineShape, Request, Response, Stats
+from draftco_jax.decoding.speculation_control import FixedLength, Rule
 from draftco_jax.decoding.state_rows import row_dims
 from draftco_jax.drafts.base import Context, Draft, Shared
 from draftco_jax.models.compute import FloatName
@@ -30,27 +31,15 @@ from draftco_jax.models.transformer import Decoder
 from draftco_jax.numerics.sampling import SamplingConfig, request_uniforms
 
 
-class Load(NamedTuple):
-    """What the choice of a round's draft length may look at."""
-
-    turn: jax.Array  # i32[] turns of the loop before this one
-    live: jax.Array  # i32[] slots that decode
-
-
-def longest(load: Load) -> Int32[Array, ""]:
-    """Always the last of the draft lengths (-1: counted from the end)."""
-    return jnp.full_like(load.turn, -1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SlotShape:
     """Static sizes of a program of slots beside those of `EngineShape`."""
 
     slots: int
     draft_lengths: tuple[int, ...] = (0,)
-    """Drafts a round may have; `choose` picks one for each round. 0: a plain step."""
-    choose: Callable[[Load], Int32[Array, ""]] = longest
-    """Index into `draft_lengths`, for all slots of a round; must not look at wall-clock time."""
+    """Drafts a round may have, rising. 0: a plain step."""
+    rule: Rule | None = None
+    """Picks one of them for each round (`decoding.control`). None: always the last."""
     page: int = 16
     """Slots of a page."""
     pages: int | None = None
@@ -75,6 +64,15 @@ class SlotShape:
             raise ValueError(
                 f"draft_lengths={self.draft_lengths} must be numbers >= 0, at least one; use (0,) for plain"
             )
+        if self.rule is not None and self.rule.lengths != self.draft_lengths:
+            raise ValueError(
+                f"draft_lengths={self.draft_lengths} must be those of the rule, {self.rule.lengths}; give the same"
+            )
+
+    @property
+    def speculation(self) -> Rule:
+        """The rule, given or not."""
+        return self.rule or FixedLength(lengths=self.draft_lengths, length=self.draft_lengths[-1])
 
 
 @dataclass(frozen=True)
@@ -212,6 +210,8 @@ class State(NamedTuple):
     started: jax.Array  # i32[] requests that have been given a slot: they start in the order of the table
     staged: jax.Array  # i32[] requests whose prompt has been given a row
     turn: jax.Array  # i32[]
+    control: Control
+    ledger: Ledger
 
 
 def open_table(work: Work, request: Request, known: Int32[Array, ""] | None = None) -> Table:
@@ -264,8 +264,9 @@ def _grouped(work: Work, table: Table) -> Table:
     return table._replace(until=until)
 
 
-def open_state(work: Work, table: Table) -> State:
-    """Nothing has begun."""
+def open_state(work: Work, table: Table, control: Control | None = None) -> State:
+    """Nothing has begun; what earlier calls learnt of the draft is in `control`."""
+    rule = work.slots.speculation
     count, width = table.count, work.shape.max_new_tokens + work.lookahead + 1
     slots, rows = work.slots.slots, work.slots.staging_rows
     zeros = jnp.zeros((count,), jnp.int32)
@@ -298,6 +299,8 @@ def open_state(work: Work, table: Table) -> State:
         started=jnp.int32(0),
         staged=jnp.int32(0),
         turn=jnp.int32(0),
+        control=start(rule, jax.random.key(0)) if control is None else control,
+        ledger=open_ledger(rule),
     )
 
 

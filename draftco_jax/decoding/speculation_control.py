@@ -19,18 +19,25 @@ With acceptance rates a_1 .. a_K by position (of draft i where those before it w
 
     E(k) = 1 + sum_{i <= k} prod_{j <= i} a_j     tokens in expectation
 
-Letters: B requests, K the longest draft length, n lengths to choose from, R numbers of rows in the cost table.
+Letters: B requests, K the longest draft length, n lengths to choose from.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Int32, Key
+from jaxtyping import Array, Float32, Int, Int32
+
+
+class Situation(NamedTuple):
+    """What a rule may look at beside its own state."""
+
+    active: jax.Array  # i32[] requests in flight
+    seconds: jax.Array  # f32[n] of a round of each length with so many in flight, by the cost table
+    key: jax.Array  # key[] for a rule that explores; used up
 
 
 class Outcome(NamedTuple):
@@ -41,6 +48,31 @@ class Outcome(NamedTuple):
     proposed: jax.Array  # i32[B] drafts verified
     accepted: jax.Array  # i32[B] drafts accepted
     seconds: jax.Array  # f32[] of the round BY THE COST TABLE; a clock here would decide tokens
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """What all rules are: frozen settings, and three functions of arrays that the loop calls each round."""
+
+    needs_costs: ClassVar[bool]
+    """Whether it says nothing without a cost table."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Draft lengths to choose from, rising."""
+        ...
+
+    def init(self) -> Any:
+        """Its state before any round."""
+        ...
+
+    def choose(self, state: Any, situation: Situation) -> Int32[Array, ""]:
+        """Index of the length of the next round."""
+        ...
+
+    def observe(self, state: Any, outcome: Outcome) -> Any:
+        """Its state after a round."""
+        ...
 
 
 class Acceptance(NamedTuple):
@@ -105,6 +137,7 @@ class FixedLength:
 
     lengths: tuple[int, ...]
     length: int
+    needs_costs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse a length that is not to be had."""
@@ -117,7 +150,7 @@ class FixedLength:
     def init(self) -> None:
         """Nothing to know."""
 
-    def choose(self, state: None, active: Int[Array, ""]) -> Int32[Array, ""]:
+    def choose(self, state: None, situation: Situation) -> Int32[Array, ""]:
         """The index of the length."""
         return jnp.asarray(self.lengths.index(self.length), jnp.int32)
 
@@ -125,55 +158,40 @@ class FixedLength:
         """Nothing to learn."""
 
 
-class CostModelState(NamedTuple):
-    """What the cost model knows."""
-
-    acceptance: Acceptance
-    seconds: jax.Array  # f32[R, n] of the cost table; replaced at a publish or never
-
-
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The length of most expected tokens per second, E(k) / seconds(rows, k); of equals the shortest.
+    """The length of most expected tokens per second, E(k) / seconds(k); of equals the shortest.
 
     A length other than the shortest one is only chosen where it promises `gain` times what that one does (2606.18967
-    takes 1.05): estimates err, and a program that is not needed costs a switch.
+    takes 1.05): estimates err, and a program that is not needed costs a switch. With 0 among the lengths this switches
+    speculation off where it loses; what is known of the draft then fades towards the prior (`keep`), so that it is
+    tried again in time.
     """
 
     lengths: tuple[int, ...]
-    rows: tuple[int, ...]
-    """Numbers of rows of the cost table."""
     estimate: AcceptanceEstimate = AcceptanceEstimate()
     gain: float = 1.05
+    needs_costs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse what names no choice."""
         _require_lengths(self.lengths)
-        if not self.rows or self.rows[0] < 1 or list(self.rows) != sorted(set(self.rows)):
-            raise ValueError(f"rows={list(self.rows)} must rise from 1 or more; take those of the cost table")
         if not self.gain >= 1.0:
             raise ValueError(f"gain={self.gain} must be >= 1; use 1 to take any promise")
 
-    def init(self, seconds: Float32[np.ndarray, "R n"] | Float32[Array, "R n"]) -> CostModelState:
-        """From `CostTable.array`, whose rows and lengths are those of this config."""
-        if seconds.shape != (len(self.rows), len(self.lengths)):
-            raise ValueError(
-                f"seconds of shape {tuple(seconds.shape)} must be of rows={list(self.rows)} and "
-                f"lengths={list(self.lengths)}; measure a cost table for them"
-            )
-        return CostModelState(self.estimate.init(self.lengths[-1]), jnp.asarray(seconds))
+    def init(self) -> Acceptance:
+        """No rounds yet."""
+        return self.estimate.init(self.lengths[-1])
 
-    def choose(self, state: CostModelState, active: Int[Array, ""]) -> Int32[Array, ""]:
-        """The index of the best length for this number of rows in flight."""
-        tokens = expected_tokens(self.estimate.rates(state.acceptance))[jnp.asarray(self.lengths)]
-        bucket = jnp.sum(jnp.asarray(self.rows[:-1], jnp.int32) < active, dtype=jnp.int32)
-        speed = tokens / state.seconds[bucket]
+    def choose(self, state: Acceptance, situation: Situation) -> Int32[Array, ""]:
+        """The index of the best length."""
+        speed = expected_tokens(self.estimate.rates(state))[jnp.asarray(self.lengths)] / situation.seconds
         best = jnp.argmax(speed).astype(jnp.int32)  # the first of equals
         return jnp.where(speed[best] >= self.gain * speed[0], best, 0)
 
-    def observe(self, state: CostModelState, outcome: Outcome) -> CostModelState:
-        """Count a round; the costs stay as they are."""
-        return state._replace(acceptance=self.estimate.observe(state.acceptance, outcome))
+    def observe(self, state: Acceptance, outcome: Outcome) -> Acceptance:
+        """Count a round."""
+        return self.estimate.observe(state, outcome)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +201,7 @@ class Budget:
     lengths: tuple[int, ...]
     peak: int
     """Drafts in flight that cost about as much as none: where a forward turns from memory-bound to compute-bound."""
+    needs_costs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse a budget for nothing."""
@@ -193,9 +212,9 @@ class Budget:
     def init(self) -> None:
         """Nothing to know."""
 
-    def choose(self, state: None, active: Int[Array, ""]) -> Int32[Array, ""]:
+    def choose(self, state: None, situation: Situation) -> Int32[Array, ""]:
         """The index of the length; the shortest one where none fits."""
-        each = jnp.asarray(self.peak, jnp.int32) // jnp.maximum(active.astype(jnp.int32), 1)
+        each = jnp.asarray(self.peak, jnp.int32) // jnp.maximum(situation.active.astype(jnp.int32), 1)
         fits = jnp.sum(jnp.asarray(self.lengths, jnp.int32) <= each, dtype=jnp.int32)
         return jnp.maximum(fits - 1, 0)
 
@@ -224,6 +243,7 @@ class Bandit:
     """Rows in flight at which buckets begin, the first at 1."""
     epsilon: float = 0.1
     window: int = 16
+    needs_costs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse what learns nothing."""
@@ -240,9 +260,9 @@ class Bandit:
         shape = (len(self.thresholds), len(self.lengths))
         return BanditState(jnp.full((*shape, self.window), jnp.nan, jnp.float32), jnp.zeros(shape, jnp.int32))
 
-    def choose(self, state: BanditState, active: Int[Array, ""], key: Key[Array, ""]) -> Int32[Array, ""]:
-        """The index of a length; `key` is used up."""
-        bucket = self._bucket(active)
+    def choose(self, state: BanditState, situation: Situation) -> Int32[Array, ""]:
+        """The index of a length."""
+        bucket = self._bucket(situation.active)
         rewards = state.rewards[bucket]
         known = ~jnp.isnan(rewards)
         # Sorting puts NaN last, so the middle of the known ones is counted from the front.
@@ -250,7 +270,7 @@ class Bandit:
         upper = jnp.take_along_axis(ordered, (count // 2)[:, None], axis=-1, mode="clip")[:, 0]
         lower = jnp.take_along_axis(ordered, (jnp.maximum(count - 1, 0) // 2)[:, None], axis=-1)[:, 0]
         worth = jnp.where(count > 0, 0.5 * (lower + upper), jnp.inf)
-        explore, which = jax.random.split(key)
+        explore, which = jax.random.split(situation.key)
         other = jax.random.randint(which, (), 0, len(self.lengths), jnp.int32)
         return jnp.where(jax.random.uniform(explore) < self.epsilon, other, jnp.argmax(worth).astype(jnp.int32))
 
@@ -267,8 +287,3 @@ class Bandit:
 
     def _bucket(self, active: Int[Array, ""]) -> Int32[Array, ""]:
         return jnp.sum(jnp.asarray(self.thresholds[1:], jnp.int32) <= active, dtype=jnp.int32)
-
-
-def live_rows(live: Bool[Array, " B"]) -> Int32[Array, ""]:
-    """Rows in flight."""
-    return jnp.sum(live, dtype=jnp.int32)

@@ -115,8 +115,9 @@ def train(set_up) -> Callable[..., Trace]:
 
         def generate(run, weights, prompts, step):
             trace.prompt_ids[step] = [prompt.prompt_id for prompt in prompts]
-            trace.rollouts[step] = originals[0](run, weights, prompts, step)
-            return trace.rollouts[step]
+            generated = originals[0](run, weights, prompts, step)
+            trace.rollouts[step] = generated[0]
+            return generated
 
         def publish(run, state):
             weights = originals[1](run, state)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,24 @@ pytestmark = pytest.mark.slow
 GREEDY, SAMPLING, K = SamplingConfig(temperature=0.0), SamplingConfig(), 3
 
 
-def in_turn(load):
-    """Every length after the other, whatever they are."""
-    return load.turn
+@dataclass(frozen=True)
+class InTurn:
+    """Every length after the other, whatever comes of it."""
+
+    lengths: tuple[int, ...]
+    needs_costs: ClassVar[bool] = False
+
+    def init(self):
+        return jnp.int32(0)
+
+    def choose(self, state, situation):
+        return state % len(self.lengths)
+
+    def observe(self, state, outcome):
+        return state + 1
 
 
-TURNS = SlotShape(slots=3, draft_lengths=(0, 1, K), choose=in_turn, page=2, chunk=2, walk=4)
+TURNS = SlotShape(slots=3, draft_lengths=(0, 1, K), rule=InTurn((0, 1, K)), page=2, chunk=2, walk=4)
 
 
 def numpy_of(rollouts):
