@@ -80,6 +80,24 @@ class Proposal(NamedTuple):
 
 
 @runtime_checkable
+class DraftSampling(Protocol):
+    """How logits become the laws that drafts are drawn from: `SamplingConfig`, or the settings of each request
+    (`decoding.options.RequestLaw`)."""
+
+    def law(
+        self, logits: Float[Array, "B *t W"], first: int = 0, ids: Int[Array, " W"] | None = None
+    ) -> Float[Array, "B *t W"]:
+        """Laws of consecutive drafts, float32.
+
+        Args:
+            logits: of one draft [B, W] or of several [B, t, W].
+            first: which draft of the round the first one is, from 0.
+            ids: the target's id of each column; None: the columns are the target's vocabulary.
+        """
+        ...
+
+
+@runtime_checkable
 class Draft(Protocol):
     """A draft as the engine sees it: a Flax module with a state per request."""
 
@@ -102,13 +120,14 @@ class Draft(Protocol):
         newest: Int[Array, " B"],
         anchor: Int[Array, " B"],
         uniforms: Float[Array, "B k"],
-        sampling: SamplingConfig,
+        sampling: DraftSampling,
         shared: Shared,
     ) -> tuple[Proposal, Any]:
         """Draft the k tokens after `newest`, which stands at `anchor`.
 
-        `uniforms` holds one number per drafted position; `sampling` is the policy's. Token i is drawn from law i given
-        the drafted tokens before it, and nothing else that the engine draws.
+        `uniforms` holds one number per drafted position; `sampling` is the policy's, of each row where requests have
+        their own. Token i is drawn from law i given the drafted tokens before it, and nothing else that the engine
+        draws.
         """
         ...
 

@@ -61,6 +61,17 @@ class SamplingConfig:
         """Whether top-k, top-p or min-p cut the support."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
+    def law(
+        self, logits: Float[Array, "*b V"], first: int = 0, ids: Int[Array, " V"] | None = None
+    ) -> Float[Array, "*b V"]:
+        """`law` of a draft's logits (`drafts.base.DraftSampling`): alike in all rows, whichever drafts they are."""
+        del first, ids
+        return law(logits, self)
+
+    def log_law(self, logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+        """`log_law` of the policy's logits."""
+        return log_law(logits, self)
+
 
 def support(
     logits: Float[Array, "*b V"], sampling: SamplingConfig, keep: Int[Array, "*b"] | None = None

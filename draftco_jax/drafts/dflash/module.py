@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from draftco_jax.drafts.base import Proposal, Shared
+from draftco_jax.drafts.base import DraftSampling, Proposal, Shared
 from draftco_jax.drafts.blocks.body import BlockDraft, BlockState, head_logits
 from draftco_jax.drafts.dflash.config import DFlashConfig
-from draftco_jax.numerics.sampling import SamplingConfig, draw, law
+from draftco_jax.numerics.sampling import draw
 
 
 class DFlash(BlockDraft):
@@ -23,7 +23,7 @@ class DFlash(BlockDraft):
         newest: Int[Array, " B"],
         anchor: Int[Array, " B"],
         uniforms: Float[Array, "B k"],
-        sampling: SamplingConfig,
+        sampling: DraftSampling,
         shared: Shared,
     ) -> tuple[Proposal, BlockState]:
         """The first k drafts of the block, each with the law it was taken from.
@@ -38,7 +38,7 @@ class DFlash(BlockDraft):
             tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             laws = jax.nn.one_hot(tokens, logits.shape[-1], dtype=jnp.float32)
         else:
-            laws = law(logits, sampling)
+            laws = sampling.law(logits)
             tokens = draw(laws, uniforms)
         return Proposal(tokens, laws, jnp.full(newest.shape, count, jnp.int32)), state
 

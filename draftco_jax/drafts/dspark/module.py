@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from draftco_jax.drafts.base import Proposal, Shared
+from draftco_jax.drafts.base import DraftSampling, Proposal, Shared
 from draftco_jax.drafts.blocks.body import BlockDraft, BlockState, head_logits
 from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.models.layers import Linear, parameter
-from draftco_jax.numerics.sampling import SamplingConfig, draw, law
+from draftco_jax.numerics.sampling import draw
 
 
 class Embedding(nnx.Module):
@@ -122,7 +122,7 @@ class DSpark(BlockDraft):
         newest: Int[Array, " B"],
         anchor: Int[Array, " B"],
         uniforms: Float[Array, "B k"],
-        sampling: SamplingConfig,
+        sampling: DraftSampling,
         shared: Shared,
     ) -> tuple[Proposal, BlockState]:
         """Draw the first k drafts one after another, and return the very laws they were drawn from."""
@@ -137,7 +137,7 @@ class DSpark(BlockDraft):
             if memory is not None:
                 g, memory = self.markov_head.step(memory, states[:, i], previous)
                 logits = logits + head_logits(g, self.markov_head.markov_w2.kernel[...])
-            laws.append(law(logits, sampling))
+            laws.append(sampling.law(logits, i))
             previous = draw(laws[-1], uniforms[:, i])
             tokens.append(previous)
         full = jnp.full(newest.shape, count, jnp.int32)

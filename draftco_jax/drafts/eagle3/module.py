@@ -21,14 +21,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
-from draftco_jax.drafts.base import Context, Features, Proposal, Shared
+from draftco_jax.drafts.base import Context, DraftSampling, Features, Proposal, Shared
 from draftco_jax.drafts.chain_attention import ChainAttention
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.models.attention import attend
 from draftco_jax.models.kv_cache import Cache, empty_cache, visible_slots, write
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, rotary_angles, rotate
 from draftco_jax.numerics.rows import row_at
-from draftco_jax.numerics.sampling import SamplingConfig, draw, law
+from draftco_jax.numerics.sampling import draw
 
 
 class VocabularyMap(nnx.Variable):
@@ -189,7 +189,7 @@ class Eagle3(nnx.Module):
         newest: Int[Array, " B"],
         anchor: Int[Array, " B"],
         uniforms: Float[Array, "B k"],
-        sampling: SamplingConfig,
+        sampling: DraftSampling,
         shared: Shared,
     ) -> tuple[Proposal, Eagle3State]:
         """A chain: d_1 from the state at anchor - 1, then each step reads the token drawn and its own last state.
@@ -199,7 +199,7 @@ class Eagle3(nnx.Module):
         (cache, hidden), tokens, laws = state, [], []
         count = uniforms.shape[1]
         for i in range(count):
-            q = self.to_target_vocabulary(law(self.logits(hidden), sampling))
+            q = self.to_target_vocabulary(sampling.law(self.logits(hidden), i, self.kept))
             token = draw(q, uniforms[:, i])
             tokens.append(token)
             laws.append(q)

@@ -24,7 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
-from draftco_jax.drafts.base import Context, Features, Proposal, Shared
+from draftco_jax.drafts.base import Context, DraftSampling, Features, Proposal, Shared
 from draftco_jax.drafts.mtp.chain import chain_rows
 from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.models.block import Block
@@ -33,7 +33,7 @@ from draftco_jax.models.full_attention import AttentionSpec, FullAttention
 from draftco_jax.models.kv_cache import Cache, visible_slots
 from draftco_jax.models.layers import GatedMLP, Linear, RMSNorm, rotary_angles
 from draftco_jax.numerics.rows import row_at
-from draftco_jax.numerics.sampling import SamplingConfig, draw, law
+from draftco_jax.numerics.sampling import draw
 
 
 def norm_of(cfg: MtpConfig, rngs: nnx.Rngs) -> RMSNorm:
@@ -113,11 +113,13 @@ class Mtp(nnx.Module):
         """The hidden state that the next step reads of an output z."""
         return self.norm(hidden) if self.cfg.feeds_back_normed else hidden
 
-    def laws(self, hidden: Float[Array, "*b D"], shared: Shared, sampling: SamplingConfig) -> Float32[Array, "*b V"]:
-        """Law of the next token of an output z."""
+    def law_of_step(
+        self, hidden: Float[Array, "B D"], shared: Shared, sampling: DraftSampling, step: int
+    ) -> Float32[Array, "B V"]:
+        """Law of the next token of an output z, which is that of draft `step`, from 0."""
         normed = self.norm(hidden)
         logits = jnp.matmul(normed, shared.head.astype(normed.dtype), preferred_element_type=jnp.float32)
-        return law(logits, sampling)
+        return sampling.law(logits, step)
 
     # ---- decoding ----
 
@@ -141,7 +143,7 @@ class Mtp(nnx.Module):
         newest: Int[Array, " B"],
         anchor: Int[Array, " B"],
         uniforms: Float[Array, "B k"],
-        sampling: SamplingConfig,
+        sampling: DraftSampling,
         shared: Shared,
     ) -> tuple[Proposal, MtpState]:
         """Draw d_1 .. d_k in a chain: each step reads the token just drawn and the own output before it.
@@ -150,7 +152,7 @@ class Mtp(nnx.Module):
         """
         count, (cache, hidden), tokens, laws = uniforms.shape[1], state, [], []
         for i in range(count):
-            laws.append(self.laws(hidden, shared, sampling))
+            laws.append(self.law_of_step(hidden, shared, sampling, i))
             tokens.append(draw(laws[-1], uniforms[:, i]))
             if i + 1 < count:
                 fed = self.fed_back(hidden)[:, None]

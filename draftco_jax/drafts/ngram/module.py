@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from draftco_jax.drafts.base import Context, Features, Proposal, Shared
+from draftco_jax.drafts.base import Context, DraftSampling, Features, Proposal, Shared
 from draftco_jax.drafts.matching import copied, empty_text, ending, match_lengths, write_text
 from draftco_jax.drafts.ngram.config import NGramConfig
-from draftco_jax.numerics.sampling import SamplingConfig
 
 
 class NGram(nnx.Module):
@@ -40,7 +39,7 @@ class NGram(nnx.Module):
         newest: Int[Array, " B"],
         anchor: Int[Array, " B"],
         uniforms: Float[Array, "B k"],
-        sampling: SamplingConfig,
+        sampling: DraftSampling,
         shared: Shared,
     ) -> tuple[Proposal, Int[Array, "B S"]]:
         """Copy what followed the best match: k tokens or none. S * max_match comparisons."""

@@ -31,11 +31,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from draftco_jax.drafts.base import Context, Features, Proposal, Shared
+from draftco_jax.drafts.base import Context, DraftSampling, Features, Proposal, Shared
 from draftco_jax.drafts.matching import NO_TOKEN, empty_text, write_text
 from draftco_jax.drafts.previous.config import PreviousConfig
 from draftco_jax.numerics.rows import pick
-from draftco_jax.numerics.sampling import SamplingConfig, law
 
 
 class PreviousState(NamedTuple):
@@ -73,7 +72,7 @@ class Previous(nnx.Module):
         newest: Int[Array, " B"],
         anchor: Int[Array, " B"],
         uniforms: Float[Array, "B k"],
-        sampling: SamplingConfig,
+        sampling: DraftSampling,
         shared: Shared,
     ) -> tuple[Proposal, PreviousState]:
         """The next k tokens of the earlier text where the text of now is its beginning, or what is left of it."""
@@ -84,7 +83,7 @@ class Previous(nnx.Module):
         known = (before + 1 < length) & (tokens >= 0) & agrees(state.text, state.old, anchor)[:, None]
         tokens = jnp.where(known, tokens, 0)
         states = jnp.take_along_axis(state.hidden, jnp.minimum(before, length - 1)[:, :, None], axis=1)
-        laws = law(self.policy.logits(states), sampling)
+        laws = sampling.law(self.policy.logits(states))
         known &= pick(laws, tokens) > 0
         proposed = jnp.cumprod(known.astype(jnp.int32), axis=1)
         laws = jnp.where(proposed[:, :, None] > 0, laws, 0.0)

@@ -25,11 +25,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from draftco_jax.drafts.base import Context, Features, Proposal, Shared
+from draftco_jax.drafts.base import Context, DraftSampling, Features, Proposal, Shared
 from draftco_jax.drafts.matching import NO_TOKEN, copied, empty_text, ending, match_lengths, up_to, write_text
 from draftco_jax.drafts.suffix.config import SuffixConfig
 from draftco_jax.numerics.rows import pick
-from draftco_jax.numerics.sampling import SamplingConfig
 
 
 class SuffixState(NamedTuple):
@@ -65,7 +64,7 @@ class Suffix(nnx.Module):
         newest: Int[Array, " B"],
         anchor: Int[Array, " B"],
         uniforms: Float[Array, "B k"],
-        sampling: SamplingConfig,
+        sampling: DraftSampling,
         shared: Shared,
     ) -> tuple[Proposal, SuffixState]:
         """The walk from the longest match, as far as its budget and its probability allow."""
