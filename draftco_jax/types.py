@@ -61,6 +61,8 @@ class Rollouts(NamedTuple):
     # index was read with; -1 for the last token, which never was, and padding. None: not recorded
     experts_touched: jax.Array | None = None  # f32[B] the same for all: different experts that a decoding forward read
     # weights of for the requests still running, mean over forwards and layers; 0 without any forward. None: no experts
+    end_reasons: jax.Array | None = None  # i32[B] why each response ended (`decoding.stopping`), where requests have
+    # options of their own; `finished` is then: by a stop id or a stop string. None: they have none
 
 
 @dataclass(frozen=True, slots=True)

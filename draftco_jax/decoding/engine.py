@@ -15,6 +15,7 @@ D width, A taps width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from draftco_jax.decoding.budget import limit, round_uniforms
 from draftco_jax.decoding.control import Control
 from draftco_jax.decoding.cost_table import CostTable, Setting
 from draftco_jax.decoding.experts import ExpertLog, log_step, open_log
+from draftco_jax.decoding.options import check_options
 from draftco_jax.decoding.records import (
     RULES,
     EngineShape,
@@ -39,6 +41,8 @@ from draftco_jax.decoding.records import (
 from draftco_jax.decoding.round_cost import measure_rounds
 from draftco_jax.decoding.serving import Served, serve, work_of
 from draftco_jax.decoding.slots import SlotShape
+from draftco_jax.decoding.stopping import StopTable
+from draftco_jax.decoding.streaming import Progressed, Streaming
 from draftco_jax.drafts.base import Context, Draft, Features, Shared
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
@@ -265,6 +269,9 @@ class Engine:
         self._work = partial(
             work_of, (policy_graph, draft_graph), shape=shape, sampling=sampling, draft_dtype=draft_dtype
         )
+        self._streaming = Streaming(
+            (policy_graph, draft_graph), shape=shape, sampling=sampling, draft_dtype=draft_dtype
+        )
         self._speculative = (
             None
             if draft_graph is None
@@ -287,8 +294,11 @@ class Engine:
         request: Request,
         draft_length: int = 0,
         slots: int | SlotShape | None = None,
+        stop_table: StopTable | None = None,
     ) -> Rollouts:
         """Roll out the requests; draft_length 0 decodes plainly.
+
+        Sampling and stop ids are the engine's, or each request's own (`Request.options`), which takes slots.
 
         Args:
             policy_weights: published policy tree.
@@ -297,12 +307,8 @@ class Engine:
             draft_length: k, the number of tokens proposed per round.
             slots: requests that decode at the same time, the others wait for their turn (`decoding.serving`); a
                 `SlotShape` says more, draft lengths included. None: all at once, and done when the last one is.
+            stop_table: of the stop strings that the options of requests name (`decoding.options.prepare_options`).
         """
-        if request.prompts.shape[1] != self.shape.prompt_capacity:
-            raise ValueError(
-                f"prompts are padded to {request.prompts.shape[1]} tokens but prompt_capacity="
-                f"{self.shape.prompt_capacity}; pad to the capacity or raise it"
-            )
         if slots is not None:
             if isinstance(slots, int):
                 slots = SlotShape(slots=slots, draft_lengths=(draft_length,))
@@ -311,9 +317,8 @@ class Engine:
                     f"draft_length={draft_length} must be one of draft_lengths={slots.draft_lengths} of the slots; "
                     "change one of them"
                 )
-            return self.serve(policy_weights, draft_weights, request, slots).rollouts
-        if request.max_tokens is not None:
-            raise ValueError("max_tokens of each request must be None without slots; give slots, or one max_new_tokens")
+            return self.serve(policy_weights, draft_weights, request, slots, stop_table=stop_table).rollouts
+        self._check(request, None, stop_table)
         if draft_length == 0:
             return self._plain((policy_weights, None), request)
         if draft_length < 0 or self._speculative is None or draft_weights is None:
@@ -327,6 +332,7 @@ class Engine:
         request: Request,
         slots: SlotShape,
         control: Control | None = None,
+        stop_table: StopTable | None = None,
     ) -> Served:
         """Roll out the requests through slots; the result holds what their rounds taught, for the next call.
 
@@ -336,11 +342,38 @@ class Engine:
             request: as of `generate`.
             slots: sizes, draft lengths and the rule that chooses among them.
             control: of the call before, or of `control.start`; None: before any round, without a cost table.
+            stop_table: as of `generate`.
         """
-        weights = policy_weights, draft_weights
-        if max(slots.draft_lengths) == 0:
-            weights = weights[0], None
-        return self._slotted(weights, request, slots=slots, control=control)
+        self._check(request, slots, stop_table)
+        weights = policy_weights, draft_weights if max(slots.draft_lengths) else None
+        return self._slotted(weights, request, slots=slots, control=control, stop_table=stop_table)
+
+    def stream(
+        self,
+        policy_weights: Weights,
+        draft_weights: Weights | None,
+        request: Request,
+        slots: SlotShape,
+        *,
+        known: int | None = None,
+        turns: int = 32,
+        stop_table: StopTable | None = None,
+    ) -> Iterator[Progressed]:
+        """Roll out the requests through slots, as `serve` does, and tell after every `turns` turns what is there.
+
+        Args:
+            policy_weights: published policy tree.
+            draft_weights: published draft tree; not read where no length of `slots.draft_lengths` is above 0.
+            request: of which the first `known` rows are requests and the others room that is not used.
+            slots: sizes, draft lengths and the rule that chooses among them.
+            known: None: all rows.
+            turns: of the loop between two looks.
+            stop_table: as of `generate`.
+        """
+        self._check(request, slots, stop_table)
+        weights = policy_weights, draft_weights if max(slots.draft_lengths) else None
+        known = request.prompts.shape[0] if known is None else known
+        return self._streaming.run(weights, request, slots=slots, known=known, turns=turns, stop_table=stop_table)
 
     def measure_rounds(
         self,
@@ -355,6 +388,22 @@ class Engine:
         """Seconds of a round of each draft length of these slots, one row; `context` as of a request of each slot."""
         make = partial(self._work, slots=slots)
         return measure_rounds(make, (policy_weights, draft_weights), context, slots, setting, repeats=repeats)
+
+    def _check(self, request: Request, slots: SlotShape | None, stop_table: StopTable | None) -> None:
+        """Refuse, before anything runs, what the programs of these sizes cannot serve; None: the static ones."""
+        if request.prompts.shape[1] != self.shape.prompt_capacity:
+            raise ValueError(
+                f"prompts are padded to {request.prompts.shape[1]} tokens but prompt_capacity="
+                f"{self.shape.prompt_capacity}; pad to the capacity or raise it"
+            )
+        if slots is None:
+            for name in ("max_tokens", "options"):
+                if getattr(request, name) is not None:
+                    raise ValueError(f"{name} of each request must be None without slots; give slots, or ask all alike")
+        if slots is not None and request.options is not None:
+            check_options(request.options, slots.filters, stop_table)
+        elif stop_table is not None:
+            raise ValueError("stop_table must come with the options of each request, which name its states; give both")
 
 
 def request_keys(key: Key[Array, ""], count: int) -> Key[Array, " B"]:

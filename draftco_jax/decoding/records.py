@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from draftco_jax.decoding import block_verification, rejection
 from draftco_jax.decoding.experts import ExpertLog, recorded, touched_per_forward
+from draftco_jax.decoding.options import OptionRows
 from draftco_jax.drafts.base import Context
 from draftco_jax.types import Rollouts
 
@@ -59,6 +60,8 @@ class Request(NamedTuple):
     context: Context  # what a draft that matches texts reads beside the prompt; empty for others
     max_tokens: jax.Array | None = None  # i32[B] new tokens at most, 1..max_new_tokens; None: max_new_tokens for all.
     # Read where requests go through slots (`decoding.serving`)
+    options: OptionRows | None = None  # sampling, stop ids, shortest lengths and stop strings of each request, in the
+    # place of the engine's SamplingConfig and stop_ids; through slots only. None: the engine's for all
 
 
 class Response(NamedTuple):
@@ -88,7 +91,14 @@ def committed_tokens(
     return jnp.where(slots == accepted[:, None], final[:, None], padded)
 
 
-def assemble(request: Request, out: Response, stats: Stats, log: ExpertLog | None, shape: EngineShape) -> Rollouts:
+def assemble(
+    request: Request,
+    out: Response,
+    stats: Stats,
+    log: ExpertLog | None,
+    shape: EngineShape,
+    end_reasons: Int[Array, " B"] | None = None,
+) -> Rollouts:
     """Lay prompt and response into one padded row."""
     width = shape.prompt_capacity + shape.max_new_tokens
     slots = jnp.arange(width)[None, :]
@@ -113,6 +123,7 @@ def assemble(request: Request, out: Response, stats: Stats, log: ExpertLog | Non
         proposed=stats.proposed,
         experts=recorded(log, lengths, width),
         experts_touched=touched_per_forward(log, lengths.shape[0]),
+        end_reasons=end_reasons,
     )
 
 

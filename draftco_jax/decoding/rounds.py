@@ -5,6 +5,9 @@ no drafts (`admission`) and counts as no verify round, as the token drawn after 
 not counted either; and where later positions have a say in how a round ends (`EngineShape.fresh_rounds`), these two
 kinds draw from the numbers of their position, which no other round ever looks at.
 
+Requests with options of their own (`decoding.options`) have laws and ends by their rows; how far a stop string has come
+stands in the table, at the request's number, so that a slot holds nothing of it.
+
 Letters as in `slots`; r = k + 1.
 """
 
@@ -19,11 +22,13 @@ from jaxtyping import Array, Float, Int
 from draftco_jax.decoding.budget import limit, round_uniforms
 from draftco_jax.decoding.control import settle
 from draftco_jax.decoding.experts import ExpertLog, log_step
+from draftco_jax.decoding.options import RequestLaw
 from draftco_jax.decoding.records import RULES, Response, Stats, committed_tokens, is_stop
-from draftco_jax.decoding.slots import Slots, State, Table, Work, over
+from draftco_jax.decoding.slots import Ends, Slots, State, Table, Work, over
+from draftco_jax.decoding.stopping import BY_STOP_ID, BY_STOP_STRING, Limits, end_of_block
 from draftco_jax.drafts.base import Features, Proposal, ReadsSiblings
 from draftco_jax.numerics.rows import pick
-from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, draw, log_law
+from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, SamplingConfig, draw
 
 
 class Place(NamedTuple):
@@ -47,15 +52,16 @@ def play(work: Work, table: Table, state: State, number: int) -> State:
     """A round with the draft length of this number."""
     k = work.slots.draft_lengths[number]
     place, slots, stats = places(table, state), state.slots, state.stats
+    sampling = _sampling(work, table, state, place)
     ahead = _uniforms(work, table, state, place, k)
-    proposal, draft = _propose(work, table, slots, place, ahead)
+    proposal, draft = _propose(work, table, slots, place, ahead, sampling)
     if k and work.shape.verify_budget is not None:
         proposal = limit(proposal, place.live, work.shape.verify_budget)
     block = jnp.concatenate([slots.newest[:, None], proposal.tokens], axis=1)
     active = place.live[:, None] & (jnp.arange(k + 1)[None, :] <= proposal.count[:, None])
     step = work.policy.step(block, place.anchor, slots.cache, tap_layers=work.tap_layers, active=active)
     log = _logged(work, table, state.log, step.experts, place, active)
-    laws = log_law(work.policy.logits(step.hidden), work.sampling)
+    laws = sampling.log_law(work.policy.logits(step.hidden))
     if k:
         verify = RULES[work.shape.verification]
         accepted, final = verify(
@@ -64,7 +70,8 @@ def play(work: Work, table: Table, state: State, number: int) -> State:
     else:
         accepted, final = jnp.zeros_like(place.who), draw(jnp.exp(laws[:, 0]), ahead[:, 0, COMMIT])
     tokens = committed_tokens(proposal.tokens, accepted, final)
-    out, count = _commit(work, table, state.out, place, tokens, pick(laws, tokens), accepted)
+    end = _end(work, table, state, place, tokens, accepted)
+    out, count = _commit(table, state.out, place, tokens, pick(laws, tokens), end), end.count
     last = jnp.maximum(count - 1, 0)
     if work.draft is not None:
         features = Features(block, tokens, step.taps, step.hidden, place.anchor, last).astype(work.draft_dtype)
@@ -83,7 +90,21 @@ def play(work: Work, table: Table, state: State, number: int) -> State:
         committed=count,
     )
     slots = slots._replace(newest=newest, cache=step.cache, draft=draft)
-    return state._replace(out=out, stats=stats, log=log, slots=slots, control=control, ledger=ledger)
+    return state._replace(out=out, stats=stats, log=log, ends=end.ends, slots=slots, control=control, ledger=ledger)
+
+
+def _sampling(work: Work, table: Table, state: State, place: Place) -> SamplingConfig | RequestLaw:
+    """How the logits of this round become laws."""
+    if table.options is None:
+        return work.sampling
+    options, written = table.options.rows(place.who), state.out.count[place.who]
+    return RequestLaw(options.sampling, _limits(table, place), written, work.slots.filters)
+
+
+def _limits(table: Table, place: Place) -> Limits:
+    assert table.options is not None
+    options = table.options.rows(place.who)
+    return Limits(options.stop_ids, options.min_tokens, table.limits[place.who])
 
 
 def _uniforms(work: Work, table: Table, state: State, place: Place, k: int) -> Float[Array, "S r 3"]:
@@ -96,7 +117,12 @@ def _uniforms(work: Work, table: Table, state: State, place: Place, k: int) -> F
 
 
 def _propose(
-    work: Work, table: Table, slots: Slots, place: Place, ahead: Float[Array, "S r 3"]
+    work: Work,
+    table: Table,
+    slots: Slots,
+    place: Place,
+    ahead: Float[Array, "S r 3"],
+    sampling: SamplingConfig | RequestLaw,
 ) -> tuple[Proposal, Any]:
     """Drafts of all slots, none for those that have not begun."""
     k, rows = ahead.shape[1] - 1, place.who.shape[0]
@@ -108,7 +134,7 @@ def _propose(
     if isinstance(work.draft, ReadsSiblings):
         state = work.draft.place_siblings(state, _siblings(table, slots, place))
     proposal, state = work.draft.propose(
-        state, slots.newest, place.anchor, ahead[:, :k, PROPOSE], work.sampling, work.shared
+        state, slots.newest, place.anchor, ahead[:, :k, PROPOSE], sampling, work.shared
     )
     tokens, laws, count = proposal
     laws = jnp.where(place.first[:, None, None], 0.0, laws)
@@ -138,32 +164,63 @@ def _logged(
     return after._replace(ids=log.ids.at[number, positions].set(ids.astype(log.ids.dtype), mode="drop"))
 
 
+class RoundEnd(NamedTuple):
+    """Where a round leaves each slot's request."""
+
+    count: jax.Array  # i32[S] tokens committed
+    stopped: jax.Array  # bool[S] a stop id or a stop string is among them
+    ends: Ends | None  # of all requests
+
+
+def _end(
+    work: Work, table: Table, state: State, place: Place, tokens: Int[Array, "S r"], accepted: Int[Array, " S"]
+) -> RoundEnd:
+    """A round's tokens count up to the first end and the request's limit."""
+    if table.options is not None:
+        return _end_by_options(work, table, state, place, tokens, accepted)
+    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    before, bound = state.out.count[place.who], table.limits[place.who]
+    stops = (slots <= accepted[:, None]) & is_stop(tokens, work.shape)
+    until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, accepted + 1)
+    count = jnp.where(place.live, jnp.minimum(until_stop, bound - before), 0).astype(jnp.int32)
+    return RoundEnd(count, jnp.any(stops & (slots < count[:, None]), axis=1), None)
+
+
+def _end_by_options(
+    work: Work, table: Table, state: State, place: Place, tokens: Int[Array, "S r"], accepted: Int[Array, " S"]
+) -> RoundEnd:
+    """By each request's own stop ids and strings."""
+    assert table.options is not None and state.ends is not None
+    who = place.who
+    # A response begins in the state of its own strings, whatever was decoded before.
+    before = jnp.where(place.first, table.options.stop_start[who], state.ends.stop_state[who])
+    emitted = jnp.where(place.live, accepted + 1, 0)
+    end = end_of_block(work.stop_table, before, tokens, emitted, state.out.count[who], _limits(table, place))
+    number = jnp.where(place.live, who, table.count)
+    ends = Ends(
+        reason=state.ends.reason.at[number].set(end.reason, mode="drop"),
+        stop_state=state.ends.stop_state.at[number].set(end.state, mode="drop"),
+    )
+    return RoundEnd(end.count, (end.reason == BY_STOP_ID) | (end.reason == BY_STOP_STRING), ends)
+
+
 def _commit(
-    work: Work,
     table: Table,
     out: Response,
     place: Place,
     tokens: Int[Array, "S r"],
     logprobs: Float[Array, "S r"],
-    accepted: Int[Array, " S"],
-) -> tuple[Response, Int[Array, " S"]]:
-    """Append a round's tokens up to the first stop token and the request's limit; how many each slot committed."""
-    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    before, bound = out.count[place.who], table.limits[place.who]
-    stops = (slots <= accepted[:, None]) & is_stop(tokens, work.shape)
-    until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, accepted + 1)
-    count = jnp.where(place.live, jnp.minimum(until_stop, bound - before), 0).astype(jnp.int32)
-    stopped = jnp.any(stops & (slots < count[:, None]), axis=1)
+    end: RoundEnd,
+) -> Response:
+    """Append what a round adds."""
+    slots, before = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], out.count[place.who]
     # The whole block is written: what lies after `count` is overwritten by the next round or never read.
     number, columns = jnp.where(place.live, place.who, table.count), before[:, None] + slots
-    return (
-        Response(
-            tokens=out.tokens.at[number[:, None], columns].set(tokens, mode="drop"),
-            logprobs=out.logprobs.at[number[:, None], columns].set(logprobs, mode="drop"),
-            count=out.count.at[number].add(count, mode="drop"),
-            stopped=out.stopped.at[number].max(stopped, mode="drop"),
-        ),
-        count,
+    return Response(
+        tokens=out.tokens.at[number[:, None], columns].set(tokens, mode="drop"),
+        logprobs=out.logprobs.at[number[:, None], columns].set(logprobs, mode="drop"),
+        count=out.count.at[number].add(end.count, mode="drop"),
+        stopped=out.stopped.at[number].max(end.stopped, mode="drop"),
     )
 
 

@@ -29,6 +29,7 @@ from draftco_jax.decoding.control import Control, Ledger, decide
 from draftco_jax.decoding.records import EngineShape, Request, assemble
 from draftco_jax.decoding.rounds import places, play
 from draftco_jax.decoding.slots import SlotShape, State, Table, Work, open_state, open_table, over
+from draftco_jax.decoding.stopping import StopTable
 from draftco_jax.drafts.base import Shared
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
@@ -57,9 +58,12 @@ def serve(
     sampling: SamplingConfig,
     draft_dtype: FloatName = "float32",
     control: Control | None = None,
+    stop_table: StopTable | None = None,
 ) -> Served:
     """Roll out all requests, of which as many decode at a time as there are slots."""
-    work = work_of(graphs, weights, shape=shape, slots=slots, sampling=sampling, draft_dtype=draft_dtype)
+    work = work_of(
+        graphs, weights, shape=shape, slots=slots, sampling=sampling, draft_dtype=draft_dtype, stop_table=stop_table
+    )
     table = open_table(work, request)
     state = advance(work, table, open_state(work, table, control))
     return Served(collect(work, table, state), state.control, state.ledger)
@@ -69,7 +73,8 @@ def collect(work: Work, table: Table, state: State) -> Rollouts:
     """What has come out so far, of all rows of the table."""
     prompts = table.prompts[:, : work.shape.prompt_capacity]
     request = Request(prompts, table.lengths, table.keys, table.context)
-    return assemble(request, state.out, state.stats, state.log, work.shape)
+    reasons = None if state.ends is None else state.ends.reason
+    return assemble(request, state.out, state.stats, state.log, work.shape, reasons)
 
 
 def advance(work: Work, table: Table, state: State, turns: Int32[Array, ""] | None = None) -> State:
@@ -96,6 +101,7 @@ def work_of(
     slots: SlotShape,
     sampling: SamplingConfig,
     draft_dtype: FloatName = "float32",
+    stop_table: StopTable | None = None,
 ) -> Work:
     """Models and sizes.
 
@@ -107,7 +113,7 @@ def work_of(
     if draft is None and max(slots.draft_lengths) > 0:
         raise ValueError(f"draft_lengths={slots.draft_lengths} need a draft; give its weights, or (0,) for plain")
     shared = Shared(policy.embed_tokens[...].astype(draft_dtype), policy.head_kernel())
-    return Work(policy, draft, shared, shape, slots, sampling, draft_dtype)
+    return Work(policy, draft, shared, shape, slots, sampling, draft_dtype, stop_table)
 
 
 def turn(work: Work, table: Table, state: State) -> State:

@@ -20,14 +20,17 @@ from jaxtyping import Array, Bool, Int32
 
 from draftco_jax.decoding.control import Control, Ledger, open_ledger, start
 from draftco_jax.decoding.experts import ExpertLog
+from draftco_jax.decoding.options import OptionRows
 from draftco_jax.decoding.pages import unowned
 from draftco_jax.decoding.records import EngineShape, Request, Response, Stats
 from draftco_jax.decoding.speculation_control import FixedLength, Rule
 from draftco_jax.decoding.state_rows import row_dims
+from draftco_jax.decoding.stopping import NOT_ENDED, StopTable, allowed_tokens, require_room
 from draftco_jax.drafts.base import Context, Draft, Shared
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.paged_cache import PagedCache, PagedLayer, is_paged, paged
 from draftco_jax.models.transformer import Decoder
+from draftco_jax.numerics.request_sampling import ALL_FILTERS, FiltersInUse
 from draftco_jax.numerics.sampling import SamplingConfig, request_uniforms
 
 
@@ -52,6 +55,8 @@ class SlotShape:
     """Cached tokens that attention looks at in one step, at least a page."""
     share_prefixes: bool = True
     """Neighbours in the table with the same prompt read it once and own its pages together."""
+    filters: FiltersInUse = ALL_FILTERS
+    """Which filters requests with options of their own may ask for (`decoding.options`); not read without options."""
     poison: bool = False
     """Fill what a request leaves with NaN, to show that nothing of it is read."""
 
@@ -87,6 +92,8 @@ class Work:
     slots: SlotShape
     sampling: SamplingConfig
     draft_dtype: FloatName = "float32"
+    stop_table: StopTable | None = None
+    """Of the stop strings that requests name; None: they name none."""
 
     @property
     def lookahead(self) -> int:
@@ -130,6 +137,12 @@ class Work:
         return 1 + staged + self.slots.slots * most if self.slots.pages is None else self.slots.pages
 
     @property
+    def beyond_context(self) -> bool:
+        """Whether the longest response to the longest prompt, with the drafts of its last round, has no positions."""
+        longest = self.shape.prompt_capacity + self.shape.max_new_tokens + max(self.lookahead - 1, 0)
+        return longest > self.policy.cfg.max_position_embeddings
+
+    @property
     def tap_layers(self) -> tuple[int, ...]:
         """Policy layers that the draft reads."""
         return () if self.draft is None else self.draft.cfg.tap_layers
@@ -168,6 +181,7 @@ class Table(NamedTuple):
     keys: jax.Array  # key[N]
     uniforms: jax.Array  # f32[N, positions, 3]
     context: Context
+    options: OptionRows | None  # None: the engine's sampling and stop ids for all
     known: jax.Array  # i32[]
 
     @property
@@ -197,6 +211,13 @@ class Staging(NamedTuple):
     experts: jax.Array | None  # i16[P, tokens, layers with experts, k]; None: not recorded
 
 
+class Ends(NamedTuple):
+    """How far requests with options of their own are from their ends, at their numbers, as their tokens are."""
+
+    reason: jax.Array  # i32[N] stopping.NOT_ENDED or why a response is over
+    stop_state: jax.Array  # i32[N] of the stop strings; not read before the first token is there
+
+
 class State(NamedTuple):
     """What a turn changes."""
 
@@ -204,6 +225,7 @@ class State(NamedTuple):
     stats: Stats
     log: ExpertLog | None
     aborted: jax.Array  # bool[N]
+    ends: Ends | None  # None: requests have no options of their own
     slots: Slots
     staging: Staging
     owners: jax.Array  # i32[Q]
@@ -215,12 +237,22 @@ class State(NamedTuple):
 
 
 def open_table(work: Work, request: Request, known: Int32[Array, ""] | None = None) -> Table:
-    """The requests of a call, or the first `known` of them and room for others."""
+    """The requests of a call, or the first `known` of them and room for others.
+
+    Where positions could run out, a request gets at most as many tokens as have one (`stopping.allowed_tokens`).
+
+    Raises:
+        UserError: a prompt that fills the capacity leaves the policy no position for a token.
+    """
     count, given = request.prompts.shape
     prompts = jnp.pad(request.prompts, ((0, 0), (0, max(work.prompt_room + 1 - given, 0))))
     limits = jnp.full((count,), work.shape.max_new_tokens, jnp.int32)
     if request.max_tokens is not None:
         limits = jnp.clip(request.max_tokens, 1, limits)
+    if work.beyond_context:
+        positions = work.policy.cfg.max_position_embeddings
+        require_room([work.shape.prompt_capacity], positions, work.lookahead)
+        limits = allowed_tokens(request.prompt_lengths, limits, positions, work.lookahead)
     uniforms = request_uniforms(request.keys, work.capacity + 1)
     table = Table(
         prompts=prompts,
@@ -230,6 +262,7 @@ def open_table(work: Work, request: Request, known: Int32[Array, ""] | None = No
         keys=request.keys,
         uniforms=uniforms,
         context=request.context,
+        options=request.options,
         known=jnp.int32(count) if known is None else known,
     )
     return _grouped(work, table)
@@ -238,8 +271,13 @@ def open_table(work: Work, request: Request, known: Int32[Array, ""] | None = No
 def submit(work: Work, table: Table, request: Request) -> Table:
     """The table with these requests after those it has; the caller sees to it that there is room for them.
 
-    Siblings are numbers of rows in the table. What is staged or decoding is not touched.
+    Siblings are numbers of rows in the table. What is staged or decoding is not touched. Either all requests of a table
+    have options of their own or none has, with as many columns for stop ids.
     """
+    if (table.options is None) != (request.options is None):
+        raise ValueError(
+            "options must be None for all requests of a table or for none; give the first ones options too"
+        )
     new = open_table(work, request)
     rows = table.known + jnp.arange(new.count, dtype=jnp.int32)
     known = jnp.minimum(table.known + new.count, table.count)
@@ -285,6 +323,7 @@ def open_state(work: Work, table: Table, control: Control | None = None) -> Stat
         stats=Stats(zeros, zeros, zeros, jnp.zeros((count, work.lookahead), jnp.int32)),
         log=log,
         aborted=jnp.zeros((count,), bool),
+        ends=None if table.options is None else Ends(jnp.full((count,), NOT_ENDED, jnp.int32), zeros),
         slots=Slots(nobody(slots), nothing(slots), work.empty_cache(slots), empty(slots)),
         staging=Staging(
             first=nobody(rows),

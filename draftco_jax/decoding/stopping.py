@@ -109,7 +109,10 @@ def is_stop_id(tokens: Int[Array, "B T"], stop_ids: Int[Array, "B n"]) -> Bool[A
 
 
 def without_early_stops(
-    logits: Float[Array, "B T V"], written: Int[Array, " B"], limits: Limits
+    logits: Float[Array, "B T V"],
+    written: Int[Array, " B"],
+    limits: Limits,
+    ids: Int[Array, " V"] | None = None,
 ) -> Float[Array, "B T V"]:
     """Logits with -inf at stop ids in rows of tokens that come too early to end a response.
 
@@ -119,14 +122,18 @@ def without_early_stops(
         logits: row i is the law of the token that `written` + i tokens of the response come before.
         written: tokens of the response so far.
         limits: of the requests.
+        ids: what the columns stand for, where a draft knows some ids only; None: the ids in order.
     """
     rows = jnp.arange(logits.shape[1])[None, :]
     early = written[:, None] + rows < limits.min_tokens[:, None]
     stop_ids = limits.stop_ids
-    # NO_ID is sent behind the vocabulary, where nothing is written; a negative index would count from the end.
-    at = jnp.where(stop_ids == NO_ID, logits.shape[2], stop_ids)
-    stops = jnp.zeros((logits.shape[0], logits.shape[2]), bool)
-    stops = stops.at[jnp.arange(logits.shape[0])[:, None], at].set(True, mode="drop")
+    if ids is None:
+        # NO_ID is sent behind the vocabulary, where nothing is written; a negative index would count from the end.
+        at = jnp.where(stop_ids == NO_ID, logits.shape[2], stop_ids)
+        stops = jnp.zeros((logits.shape[0], logits.shape[2]), bool)
+        stops = stops.at[jnp.arange(logits.shape[0])[:, None], at].set(True, mode="drop")
+    else:
+        stops = jnp.any(ids[None, :, None] == stop_ids[:, None, :], axis=-1)
     return jnp.where(early[:, :, None] & stops[:, None, :], -jnp.inf, logits)
 
 

@@ -67,6 +67,16 @@ def filters_in_use(configs: Sequence[SamplingConfig]) -> FiltersInUse:
     )
 
 
+def asked_filters(sampling: RequestSampling) -> FiltersInUse:
+    """The same of rows; looks at their values, so not inside a compiled program."""
+    sampled = np.asarray(sampling.temperature) > 0.0
+    return FiltersInUse(
+        top_k=bool(np.any(sampled & (np.asarray(sampling.top_k) > 0))),
+        top_p=bool(np.any(sampled & (np.asarray(sampling.top_p) < 1.0))),
+        min_p=bool(np.any(sampled & (np.asarray(sampling.min_p) > 0.0))),
+    )
+
+
 def log_law_each(
     logits: Float[Array, "B *t V"], sampling: RequestSampling, filters: FiltersInUse
 ) -> Float32[Array, "B *t V"]:
