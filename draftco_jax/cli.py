@@ -143,12 +143,15 @@ def _add_generate_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--draft", metavar="DIR", help="folder of a draft for this policy, shipped:NAME, or ngram")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and caches")
     generate.add_argument(
+        "--slots", type=int, metavar="N", help="responses made at a time (default: 8); slots of --set"
+    )
+    generate.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="max_new_tokens, samples, batch, draft_length, verification, stop_strings, seed, sampling.temperature, "
-        "sampling.top_k, sampling.top_p; may be repeated",
+        help="max_new_tokens, samples, slots, draft_length, verification, stop_strings, min_tokens, seed, "
+        "sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p; may be repeated",
     )
 
 
@@ -250,9 +253,10 @@ def _generate(options: argparse.Namespace) -> None:
     from draftco_jax.generate import GenerateConfig
     from draftco_jax.generate.command import generate_file
 
+    slots = [] if options.slots is None else [f"slots={options.slots}"]
     print(
         generate_file(
-            apply_overrides(GenerateConfig(), options.set),
+            apply_overrides(GenerateConfig(), options.set + slots),
             options.model,
             options.draft,
             prompts=options.prompts,

@@ -1,4 +1,4 @@
-"""Reads prompts, writes a line for each response as soon as its batch is done, and says how it went."""
+"""Reads prompts, writes a line for each response as soon as it and those before it are there, and says how it went."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from rich.console import Console
 from draftco_jax.config import SHIPPED, resolve_checkpoint
 from draftco_jax.decoding.stats import SpeculationStats
 from draftco_jax.errors import UserError
-from draftco_jax.generate import GenerateConfig, Generator, Response, load_model
+from draftco_jax.generate import GenerateConfig, Generator, load_model
 from draftco_jax.generate.prompts import Format, PromptLine, read_prompts
+from draftco_jax.generate.responses import Response
 from draftco_jax.metrics.progress import Progress
 from draftco_jax.models.compute import FloatName
 
@@ -55,8 +56,10 @@ def generate_file(
     console = Console(stderr=True)
     tokens, started = 0, time.perf_counter()
     with _opened(out) as file, Progress(len(lines) * cfg.samples, title="generate", console=console) as progress:
-        if generator.max_new_tokens < cfg.max_new_tokens:
-            progress.note(f"max_new_tokens is {generator.max_new_tokens}: the policy's context has no room for more")
+        if generator.shortened:
+            progress.note(
+                f"{generator.shortened} prompts leave the policy's context no room for as many tokens as asked"
+            )
         for response in generator.run(lambda done: progress.update(done, {})):
             tokens += len(response.tokens)
             file.write(json.dumps(_record(lines[response.index], response), ensure_ascii=False) + "\n")

@@ -7,7 +7,8 @@
 | `{"messages": [{"role": ..., "content": ...}, ...]}` | a conversation, by the chat template of the policy's folder |
 | `{"tokens": [2, 6, ...]}` | ids, taken as they are |
 
-Other keys of an object are not looked at and come out with the response. Lines of white space are skipped.
+An object may also say how its own responses are made (`generate.line_options`). Other keys are not looked at and come
+out with the response. Lines of white space are skipped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftco_jax.errors import UserError
+from draftco_jax.generate.line_options import LineOptions, read_line_options
 from draftco_jax.text.chat import Chat
 from draftco_jax.text.tokenizer import Tokenizer
 
@@ -36,6 +38,7 @@ class PromptLine:
     """What the policy reads."""
     given: dict[str, Any] = field(default_factory=dict[str, Any])
     """The object of the line; of a text `{"prompt": text}`."""
+    options: LineOptions = LineOptions()
 
 
 def read_prompts(lines: Iterable[str], name: str, form: Format, folder: Path, tokenizer: Tokenizer) -> list[PromptLine]:
@@ -51,7 +54,8 @@ def read_prompts(lines: Iterable[str], name: str, form: Format, folder: Path, to
         if line.strip():
             place = f"{name} line {number}"
             given = {"prompt": line.rstrip("\r\n")} if form == "text" else _object(line, place)
-            found.append(PromptLine(place=place, ids=encode(given, place), given=given))
+            options = _options(given, place)
+            found.append(PromptLine(place=place, ids=encode(given, place), given=given, options=options))
     if not found:
         raise UserError(f"{name} holds no prompt; give one a line")
     return found
@@ -93,6 +97,13 @@ class _Encoder:
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < top for i in value):
             raise UserError(f"tokens={value!r} must be a list of ids in 0..{top - 1}; use the policy's own tokenizer")
         return tuple(value)
+
+
+def _options(given: dict[str, Any], place: str) -> LineOptions:
+    try:
+        return read_line_options(given)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
 
 
 def _object(line: str, place: str) -> dict[str, Any]:

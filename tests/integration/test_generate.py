@@ -1,4 +1,4 @@
-"""`draftco generate` on a shipped policy: responses do not depend on draft, batch or company, and say why they end."""
+"""`draftco generate` on a shipped policy: responses do not depend on draft, slots or company, and say why they end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftco_jax.numerics.sampling import SamplingConfig
 POLICY = "shipped:arithmetic2/policy"
 FOLDER = resolve_checkpoint(POLICY)
 TEXTS = ["12+34=", "99+9=", "55+66="]
-GREEDY = GenerateConfig(sampling=SamplingConfig(temperature=0.0), max_new_tokens=40, batch=2)
+GREEDY = GenerateConfig(sampling=SamplingConfig(temperature=0.0), max_new_tokens=40, slots=2)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def drafted():
     return load_model(FOLDER, str(resolve_checkpoint("shipped:arithmetic2/draft")))
 
 
-def responses(model, cfg, texts=TEXTS):
-    generator = Generator(model, cfg, read_prompts(texts, "prompts", "text", FOLDER, model.tokenizer))
+def responses(model, cfg, texts=TEXTS, form="text"):
+    generator = Generator(model, cfg, read_prompts(texts, "prompts", form, FOLDER, model.tokenizer))
     return list(generator.run()), generator
 
 
@@ -43,7 +43,7 @@ def greedy(plain):
 
 
 def test_a_draft_changes_nothing_but_the_time(greedy, drafted):
-    """Three prompts in batches of two: the last batch is padded."""
+    """Three prompts in two slots: the third prompt takes the place of the one that ends first."""
     found, generator = responses(drafted, GREEDY)
     assert [(r.index, r.tokens, r.text) for r in found] == [(r.index, r.tokens, r.text) for r in greedy]
     for one, other in zip(found, greedy, strict=True):
@@ -55,41 +55,74 @@ def test_a_response_says_why_it_ended(plain, greedy):
     assert {r.stop_reason for r in greedy} == {"stop_token"}
     assert all(r.tokens[-1] == r.stop == plain.tokenizer.eos_id for r in greedy)
     assert all(len(r.tokens) == len(r.logprobs) for r in greedy)
-    string = greedy[0].text[3:5]
-    cut = responses(plain, replace(GREEDY, stop_strings=(string,)))[0]
-    assert cut[0].text == greedy[0].text[: greedy[0].text.index(string)]
-    assert (cut[0].stop_reason, cut[0].stop) == ("stop_string", string)
-    assert cut[0].tokens == greedy[0].tokens[: len(cut[0].tokens)] and len(cut[0].tokens) == len(cut[0].logprobs)
 
 
-def test_samples_depend_on_seed_prompt_and_number_alone(plain):
-    cfg = GenerateConfig(max_new_tokens=40, batch=4, samples=2)
+def test_each_line_of_a_file_has_its_own_settings(plain, greedy):
+    """The file samples and stops at a string; its lines ask for other things, through two slots of one program."""
+    string, third, whole = greedy[0].text[3:5], greedy[2].tokens[2], len(greedy[1].tokens)
+    lines = [
+        {"prompt": TEXTS[0], "temperature": 0},
+        {"prompt": TEXTS[0], "temperature": 0, "stop": []},
+        {"prompt": TEXTS[1], "top_k": 1, "stop": [], "max_tokens": 3},
+        {"prompt": TEXTS[2], "temperature": 0, "stop": [], "stop_token_ids": [third]},
+        {"prompt": TEXTS[1], "temperature": 0, "stop": [], "min_tokens": whole + 1},
+        *({"prompt": TEXTS[0], "seed": seed, "stop": []} for seed in (7, 8, 7)),
+    ]
+    cfg = GenerateConfig(max_new_tokens=40, slots=2, stop_strings=(string,))
+    cut, free, short, by_id, long, *seeded = responses(plain, cfg, [json.dumps(line) for line in lines], "jsonl")[0]
+    assert (cut.stop_reason, cut.stop) == ("stop_string", string)
+    assert cut.text == greedy[0].text[: greedy[0].text.index(string)]
+    assert cut.tokens == greedy[0].tokens[: len(cut.tokens)] and len(cut.tokens) == len(cut.logprobs)
+    assert free.tokens == greedy[0].tokens and free.logprobs == pytest.approx(greedy[0].logprobs, abs=1e-5)
+    assert (short.tokens, short.stop_reason, short.stop) == (greedy[1].tokens[:3], "length", None)
+    assert (by_id.tokens[-1], by_id.stop_reason, by_id.stop) == (third, "stop_token", third)
+    assert by_id.tokens == greedy[2].tokens[: len(by_id.tokens)]
+    assert long.tokens[: whole - 1] == greedy[1].tokens[:-1] and len(long.tokens) > whole
+    assert plain.tokenizer.eos_id not in long.tokens[: whole + 1]
+    assert seeded[0].tokens == seeded[2].tokens != seeded[1].tokens
+
+
+def test_samples_depend_on_prompt_and_number_alone(plain):
+    cfg = GenerateConfig(max_new_tokens=40, slots=4, samples=2)
     found = responses(plain, cfg)[0]
     assert [(r.index, r.sample) for r in found] == [(p, s) for p in range(3) for s in range(2)]
     tokens = {(r.index, r.sample): r.tokens for r in found}
-    alone = responses(plain, replace(cfg, samples=1, batch=3))[0]
+    alone = responses(plain, replace(cfg, samples=1, slots=3))[0]
     assert all(tokens[r.index, 0] == r.tokens for r in alone)
-    other = responses(plain, replace(cfg, seed=1))[0]
-    assert [r.tokens for r in other] != [r.tokens for r in found]
 
 
 def test_the_context_limits_a_response(plain):
     room = plain.cfg.max_position_embeddings - len(plain.tokenizer.encode(TEXTS[0]))
-    assert responses_of(plain, replace(GREEDY, max_new_tokens=10**6)).max_new_tokens == room
-    with pytest.raises(UserError, match=f"prompts line 2 has {room + 9} tokens, which must be <="):
+    assert responses_of(plain, replace(GREEDY, max_new_tokens=10**6)).engine.shape.max_new_tokens == room
+    with pytest.raises(UserError, match=f"prompts line 2: prompt_length={room + 9} must be <="):
         responses_of(plain, GREEDY, [TEXTS[0], "1" * (room + 8)])
 
 
-def responses_of(model, cfg, texts=TEXTS[:1]):
-    return Generator(model, cfg, read_prompts(texts, "prompts", "text", FOLDER, model.tokenizer))
+def responses_of(model, cfg, texts=TEXTS[:1], form="text"):
+    return Generator(model, cfg, read_prompts(texts, "prompts", form, FOLDER, model.tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"temperature": -1}, "temperature=-1.0 must be 0"),
+        ({"max_tokens": -5}, "max_tokens=-5 must be >= 1"),
+        ({"min_tokens": 41}, "min_tokens=41 must be in 0..max_tokens=40"),
+        ({"stop_token_ids": [99999]}, "must lie in 0.."),
+    ],
+)
+def test_a_line_that_asks_for_what_cannot_be_is_refused_by_its_place(plain, asked, says):
+    lines = [json.dumps({"prompt": "1"}), json.dumps({"prompt": "1"} | asked)]
+    with pytest.raises(UserError, match=f"prompts line 2: .*{says}"):
+        responses_of(plain, GREEDY, lines, "jsonl")
 
 
 def test_the_command_writes_a_line_for_each_response(tmp_path, monkeypatch, capsys, greedy):
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS) + "\n"))
     out = tmp_path / "responses.jsonl"
-    settings = ["sampling.temperature=0", "max_new_tokens=40", "batch=2"]
+    settings = ["sampling.temperature=0", "max_new_tokens=40"]
     options = [part for setting in settings for part in ("--set", setting)]
-    assert main(["generate", POLICY, "--prompts", "-", "--out", str(out), *options]) == 0
+    assert main(["generate", POLICY, "--prompts", "-", "--out", str(out), "--slots", "2", *options]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["given"]["prompt"] for line in lines] == TEXTS
     assert [line["tokens"] for line in lines] == [r.tokens for r in greedy]
@@ -105,12 +138,12 @@ def test_the_command_writes_a_line_for_each_response(tmp_path, monkeypatch, caps
         ([POLICY, "--prompts", "-", "--draft", "nowhere"], "draft nowhere is neither a folder nor 'ngram'"),
         ([POLICY, "--prompts", "-", "--draft", POLICY], "holds no draft that is known here"),
         ([POLICY, "--prompts", "-", "--draft", "shipped:arithmetic3/draft"], "is not for"),
-        ([POLICY, "--prompts", "-", "--set", "batch=0"], "batch=0 must be >= 1"),
+        ([POLICY, "--prompts", "-", "--slots", "0"], "slots=0 must be >= 1"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(arguments, says, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n"))
-    monkeypatch.setattr(Engine, "generate", lambda *_: pytest.fail("nothing is generated"))
+    monkeypatch.setattr(Engine, "stream", lambda *_, **__: pytest.fail("nothing is generated"))
     assert main(["generate", *arguments]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and says in said[0], said

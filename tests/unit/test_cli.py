@@ -20,7 +20,7 @@ OPTIONS = {
     "pretrain-draft": {"--config", "--set", "--run-dir", "--resume"},
     "config": {"--config", "--set"},
     "report": {"run_dir"},
-    "generate": {"model", "--prompts", "--format", "--out", "--draft", "--dtype", "--set"},
+    "generate": {"model", "--prompts", "--format", "--out", "--draft", "--dtype", "--slots", "--set"},
     "bench": {"name", "--set", "--json", "--plot", "--ranks", "--fast", "--plots"},
     "convert": {"source", "out", "--dtype", "--kind", "--max-shard-size", "--draft-family", "--step"},
     "shards": {"model", "axes", "--dtype", "--json"},
