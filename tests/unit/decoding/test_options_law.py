@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chisquare
@@ -48,15 +48,15 @@ def law_of_texts(toy, prompt: tuple[int, ...], asked: RequestOptions) -> dict[tu
     return law
 
 
-@pytest.mark.parametrize("draft", ["good", "wrong"])
+@pytest.mark.parametrize("draft, verification", [("good", "token"), ("wrong", "token"), ("good", "block")])
 def test_texts_follow_the_law_of_their_own_settings_with_early_stops_taken_out(
-    small_toy, law_shape, law_batch, responses, draft
+    small_toy, law_shape, law_batch, responses, draft, verification
 ):
     """At 1e-3; a stop id allowed a token too early, or a neighbour's settings, are off by far more."""
     count = law_batch.prompts.shape[0]
     ready = prepare_options(ASKED * (count // 2), small_toy.vocab)
     request = law_batch._replace(options=ready.rows, max_tokens=ready.max_tokens)
-    engine = small_toy.engine(law_shape, SamplingConfig())
+    engine = small_toy.engine(replace(law_shape, verification=verification), SamplingConfig())
     slots = SlotShape(slots=512, draft_lengths=(K,), page=4, chunk=4, walk=8, staging_rows=16, filters=ready.filters)
     found = jax.tree.map(np.asarray, engine.generate(*small_toy.published("deep", draft), request, K, slots))
     texts = [tuple(text) for text in responses(found)]
@@ -70,5 +70,6 @@ def test_texts_follow_the_law_of_their_own_settings_with_early_stops_taken_out(
         kept = slice(None) if expected[-1] > 1 else slice(-1)
         observed, expected = np.asarray(observed[kept], float), np.asarray(expected[kept])
         assert chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-3
-    assert np.all(np.asarray(found.accepted).sum(axis=0) > 0) or draft == "wrong"
-    assert jnp.all(found.prompt_lengths == law_batch.prompt_lengths)
+    assert np.all(found.accepted.sum(axis=0) > 0), (
+        "drafts of some place are never accepted, so nothing is shown of them"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +107,30 @@ def test_policy_and_draft_may_have_different_types_in_a_rollout(name, dtypes):
     assert jax.tree.structure(before) == jax.tree.structure(after)
     assert [a.dtype for a in jax.tree.leaves(before)] == [a.dtype for a in jax.tree.leaves(after)]
     assert laws.dtype == jnp.float32 and laws.shape == (2, 3, POLICY.vocab_size)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_draft_is_drawn_from_the_law_of_its_own_place_in_the_round(name):
+    """What may be drawn at a place of a request depends on how many tokens come before it: a family says which one."""
+    cfg = replace(CONFIGS[name], proposals="sample") if name == "dflash" else CONFIGS[name]
+    graph, width = graph_of(cfg.build), POLICY.hidden_size
+    asked = []
+
+    class Places(SamplingConfig):
+        def law(self, logits, first=0, ids=None):
+            rows = logits.shape[1] if logits.ndim == 3 else 1
+            asked.extend(range(first, first + rows))
+            assert logits.shape[0] == 2 and (logits.shape[-1] == POLICY.vocab_size) == (ids is None)
+            return super().law(logits)
+
+    def propose(params):
+        draft, at, none = graph.merge(params), jnp.zeros(2, jnp.int32), jnp.zeros((2, 0), jnp.int32)
+        shared = Shared(jnp.zeros((POLICY.vocab_size, width)), jnp.zeros((width, 19)))
+        state = draft.empty_state(2, 9, Context(none, none))
+        return draft.propose(state, at, at + 1, jnp.zeros((2, 3)), Places(), shared)[0]
+
+    jax.eval_shape(propose, abstract_params(cfg.build))
+    assert asked == [0, 1, 2]
 
 
 def test_the_catalog_refuses_duplicates_and_names_what_there_is():
