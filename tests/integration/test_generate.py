@@ -118,6 +118,8 @@ def test_a_line_that_asks_for_what_cannot_be_is_refused_by_its_place(plain, aske
 
 
 def test_the_command_writes_a_line_for_each_response(tmp_path, monkeypatch, capsys, greedy):
+    """Of a file that takes two calls, the second of which has a row to spare."""
+    monkeypatch.setattr("draftco_jax.generate._ROWS_OF_A_CALL", 2)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS) + "\n"))
     out = tmp_path / "responses.jsonl"
     settings = ["sampling.temperature=0", "max_new_tokens=40"]

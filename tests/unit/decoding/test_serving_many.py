@@ -74,6 +74,20 @@ def test_rules_with_random_numbers_of_their_own_give_the_static_texts(toy, mixed
     np.testing.assert_array_equal(found.accepted, static.accepted)
 
 
+def test_a_stream_shows_beginnings_of_what_comes_out_in_the_end(toy, mixed_requests, sampled_shape, responses):
+    """Seven of eight rows are requests; what is over stays as it is, and the last look is all that `serve` gives."""
+    engine, weights = toy.engine(sampled_shape, SAMPLING), toy.published("deep", "good")
+    slots = SlotShape(slots=3, draft_lengths=(K,), page=2, chunk=2, walk=4)
+    wanted = responses(numpy_of(engine.serve(*weights, mixed_requests, slots).rollouts))
+    looks = list(engine.stream(*weights, mixed_requests, slots, known=7, turns=3))
+    assert len(looks) > 3 and looks[-1].over.all()
+    for look in looks:
+        for row, text in enumerate(responses(look.rollouts)[:7]):
+            assert text == (wanted[row] if look.over[row] else wanted[row][: len(text)])
+    assert any(0 < look.over[:7].sum() < 7 for look in looks)
+    assert responses(looks[-1].rollouts)[7] == []
+
+
 POLICIES = {
     "qwen3_5_moe": replace(
         Qwen35MoeConfig.tiny(), num_hidden_layers=2, layer_types=("linear_attention", "full_attention")
