@@ -21,7 +21,7 @@ from draftco_jax.checkpoint import Checkpointer
 from draftco_jax.config import RunConfig
 from draftco_jax.data.packing import pack
 from draftco_jax.decoding.cost_table import CostTable, Setting
-from draftco_jax.decoding.stats import speculation_stats
+from draftco_jax.decoding.stats import accepted_length_by_length, length_edges, speculation_stats
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.errors import UserError
 from draftco_jax.evaluation import build_request
@@ -138,9 +138,7 @@ def train_step(
         state, update_metrics = jax.block_until_ready(run.update(state, batch, *_update_inputs(run)))
     with clock.stage("publish"):
         weights = publish(run, state)
-    metrics = _rollout_metrics(scored, clock.seconds["generate"], run.cfg.accepted_length_alarm) | _on_host(
-        update_metrics
-    )
+    metrics = _rollout_metrics(scored, clock.seconds["generate"], run) | _on_host(update_metrics)
     metrics |= control_metrics | _learning_rates(run, step) | {"policy_version": float(scored.version.step)}
     if _due(step, run.cfg.evaluation.every_steps) or step == run.cfg.steps:
         metrics |= evaluate(run, weights)
@@ -240,7 +238,7 @@ def _update_inputs(run: Run) -> tuple[Any, Any, Any]:
     return jnp.float32(run.cfg.draft_loss_weight), run.reference, run.twin
 
 
-def _rollout_metrics(scored: ScoredRollouts, seconds: float, alarm_below: float) -> dict[str, float]:
+def _rollout_metrics(scored: ScoredRollouts, seconds: float, run: Run) -> dict[str, float]:
     rollouts, rewards = scored.rollouts, np.asarray(scored.rewards)
     response_tokens = np.asarray(rollouts.lengths) - np.asarray(rollouts.prompt_lengths)
     metrics = {
@@ -260,10 +258,13 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float, alarm_below: float)
         metrics["rollout/proposed_per_round"] = stats.proposed / stats.rounds
         metrics["rollout/rounds"] = float(stats.rounds)
         metrics["rollout/accepted_length"] = stats.accepted_length
-        metrics[_ALARM] = float(stats.accepted_length < alarm_below)
+        metrics[_ALARM] = float(stats.accepted_length < run.cfg.accepted_length_alarm)
         metrics["rollout/accepted_length_papers"] = stats.accepted_length_papers
         for position, rate in enumerate(stats.acceptance_rate_by_position, start=1):
             metrics[f"rollout/acceptance_rate_position_{position}"] = rate
+        edges = length_edges(run.engine.shape.max_new_tokens)
+        for name, length in accepted_length_by_length(rollouts, edges).items():
+            metrics[f"rollout/accepted_length_of_responses_{name}"] = length
     return metrics
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,31 @@ def speculation_stats(rollouts: Rollouts) -> SpeculationStats:
         proposed=int(np.asarray(rollouts.proposed).sum()),
         experts_touched=_touched(rollouts),
     )
+
+
+def accepted_length_by_length(rollouts: Rollouts, edges: Sequence[int]) -> dict[str, float]:
+    """Accepted length of requests by how long their responses became, pooled in each bin that has rounds.
+
+    Bin "0-15" of edges (16, 64) holds responses of 0 to 15 tokens, "16-63" those of 16 to 63, "64-" all others.
+
+    Args:
+        rollouts: of one or several calls.
+        edges: where bins begin beside the first, rising.
+    """
+    lengths = np.asarray(rollouts.lengths) - np.asarray(rollouts.prompt_lengths)
+    rounds, committed = np.asarray(rollouts.rounds), np.asarray(rollouts.committed)
+    starts, ends = (0, *edges), (*edges, None)
+    found = {}
+    for start, end in zip(starts, ends, strict=True):
+        here = (lengths >= start) & (True if end is None else lengths < end)
+        if rounds[here].sum():
+            found[f"{start}-{'' if end is None else end - 1}"] = float(committed[here].sum() / rounds[here].sum())
+    return found
+
+
+def length_edges(most: int) -> tuple[int, ...]:
+    """Bins for responses of up to `most` tokens: quarters of it, where they are different numbers above 0."""
+    return tuple(sorted({most * part // 4 for part in (1, 2, 3)} - {0}))
 
 
 def _touched(rollouts: Rollouts) -> float | None:

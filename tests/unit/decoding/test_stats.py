@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from draftco_jax.decoding.stats import speculation_stats
+from draftco_jax.decoding.stats import accepted_length_by_length, length_edges, speculation_stats
 from draftco_jax.types import Rollouts
 
 
@@ -58,3 +58,15 @@ def test_without_rounds_there_are_no_ratios():
     assert stats.accepted_length_papers is None
     assert stats.acceptance_rate is None
     assert stats.acceptance_rate_by_position == ()
+
+
+def test_accepted_length_by_length_of_the_response_is_pooled_in_each_bin():
+    made = rollouts([10, 1, 4, 0], [40, 1, 10, 0], [[10, 10, 10], [0, 0, 0], [2, 2, 2], [0, 0, 0]])
+    made = made._replace(prompt_lengths=np.array([3, 3, 3, 3]), lengths=np.array([44, 5, 18, 4]))
+    assert accepted_length_by_length(made, (16, 40)) == {"0-15": (1 + 10) / (1 + 4), "40-": 4.0}
+    assert accepted_length_by_length(made, ()) == {"0-": 51 / 15}
+
+
+def test_bins_are_quarters_of_the_longest_response():
+    assert length_edges(64) == (16, 32, 48)
+    assert length_edges(2) == (1,) and length_edges(1) == ()
