@@ -82,13 +82,15 @@ def test_each_line_of_a_file_has_its_own_settings(plain, greedy):
     assert seeded[0].tokens == seeded[2].tokens != seeded[1].tokens
 
 
-def test_samples_depend_on_prompt_and_number_alone(plain):
+def test_samples_depend_on_seed_prompt_and_number_alone(plain):
     cfg = GenerateConfig(max_new_tokens=40, slots=4, samples=2)
     found = responses(plain, cfg)[0]
     assert [(r.index, r.sample) for r in found] == [(p, s) for p in range(3) for s in range(2)]
     tokens = {(r.index, r.sample): r.tokens for r in found}
     alone = responses(plain, replace(cfg, samples=1, slots=3))[0]
     assert all(tokens[r.index, 0] == r.tokens for r in alone)
+    other = responses(plain, replace(cfg, seed=1))[0]
+    assert [r.tokens for r in other] != [r.tokens for r in found]
 
 
 def test_the_context_limits_a_response(plain):
