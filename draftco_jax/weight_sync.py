@@ -10,7 +10,9 @@ the policy. Each model keeps the version it was stamped with, and a `Published`,
 two that differ.
 
 On a mesh the train layout may be any of an update (stages, context, tensor, data); in that of rollouts (`ROLLOUT`) what
-is split over the tensor axis stays so, and all else is whole on every device. Of a policy in stages one layer's array
+is split over the tensor axis stays so, and all else is whole on every device, projections laid side by side too. Where
+rollouts go over the mesh themselves (`over_mesh`), these stay apart and split: side by side they could not be cut head
+by head. Of a policy in stages one layer's array
 of every virtual stage is gathered at a time, so that beside what comes in and what goes out a device holds little.
 """
 
@@ -26,11 +28,11 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
-from draftco_jax.distributed.axes import MeshAxis
-from draftco_jax.distributed.sharding import ROLLOUT, Rules, partition_specs, shardings, with_axes
+from draftco_jax.distributed.sharding import partition_specs, rollout_rules, shardings
 from draftco_jax.models.compute import FloatName, cast_params
 from draftco_jax.models.functional import ModelGraph, Params, graph_of
 from draftco_jax.models.layer_runs import Run, unstack_layers
+from draftco_jax.models.tensor_decoder import TensorDecoder, rollout_rows
 from draftco_jax.models.transformer import Decoder, to_rollout_layout
 from draftco_jax.pipeline.layout import StageLayout, from_stages
 from draftco_jax.pipeline.staged import StagedDecoder
@@ -88,6 +90,7 @@ class Publisher:
         draft_dtype: of the published draft.
         mesh: that of the update; None on one device.
         packed: axes that weights are split over, as in the update.
+        over_mesh: rollouts go over the mesh (`decoding.sharded`); False: on one of its devices.
     """
 
     def __init__(
@@ -98,10 +101,12 @@ class Publisher:
         *,
         mesh: Mesh | None = None,
         packed: PackedRows = WHOLE_ROWS,
+        over_mesh: bool = False,
     ) -> None:
         self._train_graphs = (policy_graph, draft_graph)
         self._draft_dtype: FloatName = draft_dtype
         self._mesh, self._packed = mesh, packed
+        self._apart = over_mesh and packed.tensor_axis is not None
         self._relayout = jax.jit(self._to_rollout, compiler_options=None if mesh is None else _LITTLE_MEMORY)
 
     def rollout_graphs(self, policy: Params, draft: Params | None) -> tuple[ModelGraph, ModelGraph | None]:
@@ -110,6 +115,9 @@ class Publisher:
         fused_draft = None if draft_graph is None or draft is None else _fused_graph(draft_graph, draft)
         module = self._policy_module(policy)
         layers = jax.eval_shape(partial(_one_by_one, module=module), policy)
+        if self._apart:
+            over = rollout_rows(self._packed)
+            return graph_of(lambda rngs: TensorDecoder(module.cfg, over, module.compute, rngs=rngs)), fused_draft
         return _fused_graph(_graph_one_by_one(policy_graph, policy, module), layers), fused_draft
 
     def publish(self, policy: Params, draft: Params | None, version: PolicyVersion) -> Published:
@@ -133,29 +141,23 @@ class Publisher:
         if self._mesh is None:
             return _copies(_fused_params(graph, _one_by_one(policy, module))), fused_draft
         layers = jax.eval_shape(partial(_one_by_one, module=module), policy)
-        specs = partition_specs(
-            _fused_graph(graph, layers).merge(jax.eval_shape(partial(_fused_params, graph), layers)),
-            self._rules,
-            self._mesh.shape,
-        )
+        laid_out = graph.merge(layers)
+        if not self._apart:
+            laid_out = _fused_graph(graph, layers).merge(jax.eval_shape(partial(_fused_params, graph), layers))
+        rules = rollout_rules(self._packed.tensor_axis, self._packed.expert_axes)
+        specs = partition_specs(laid_out, rules, self._mesh.shape)
         before = _before_fusing(layers, specs)
         if isinstance(module, StagedDecoder):
             policy = policy | {"stages": self._gathered(policy["stages"], before["layers"], module.layout)}
         policy = self._laid_out(_one_by_one(policy, module), before)
-        return self._laid_out(_copies(_fused_params(graph, policy)), specs), fused_draft
+        policy = policy if self._apart else _fused_params(graph, policy)
+        return self._laid_out(_copies(policy), specs), fused_draft
 
     def _policy_module(self, policy: Params) -> Decoder:
         module = _module(self._train_graphs[0], policy)
         if self._mesh is not None and module.compute.step_matmul == "skinny":
             raise ValueError("step_matmul='skinny' must have one device, not a mesh; set step_matmul=xla")
         return module
-
-    @property
-    def _rules(self) -> Rules:
-        """Experts stay split where that is over the tensor axis."""
-        tensor = self._packed.tensor_axis
-        expert = tensor if tensor in self._packed.expert_axes else None
-        return with_axes(ROLLOUT, {MeshAxis.TENSOR: tensor, MeshAxis.EXPERT: expert})
 
     def _gathered(self, stages: Any, specs: Any, layout: StageLayout) -> dict[int, Any]:
         """Arrays [K, repeats, ...] of the stages that give each layer's as one that all stages have."""

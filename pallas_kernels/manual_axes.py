@@ -26,6 +26,11 @@ def cast(x: Array, axes: frozenset[str]) -> Array:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
+def checks_types(axis: str) -> bool:
+    """Whether types say what varies over this axis: not under check_vma=False."""
+    return axis in varying_axes(cast(jnp.zeros(()), frozenset((axis,))))
+
+
 def fresh(shape: tuple[int, ...], value: float, dtype: DTypeLike, axes: frozenset[str]) -> Array:
     """A constant array that counts as varying over `axes`: the start of a loop carry."""
     return cast(jnp.full(shape, value, dtype), axes)

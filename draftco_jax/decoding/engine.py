@@ -15,7 +15,7 @@ D width, A taps width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from draftco_jax.decoding.records import (
 )
 from draftco_jax.decoding.round_cost import measure_rounds
 from draftco_jax.decoding.serving import Served, serve, work_of
+from draftco_jax.decoding.sharded import Devices
 from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.decoding.stopping import StopTable
 from draftco_jax.decoding.streaming import Progressed, Streaming
@@ -97,7 +98,7 @@ def generate_speculative(
     """Speculative decoding; the output law is that of `generate_plain`, whatever the draft is."""
     policy: Decoder = graphs[0].merge(weights[0])
     draft: Draft = graphs[1].merge(weights[1])
-    shared, k = Shared(policy.embed_tokens[...].astype(draft_dtype), policy.head_kernel()), draft_length
+    shared, k = Shared(*policy.tables(draft_dtype)), draft_length
     taps_of = draft.cfg.tap_layers
     uniforms = _uniforms(request, shape, k)
     logits, prompt, cache, log = _prefill(policy, request, shape, k, taps_of)
@@ -247,7 +248,8 @@ def _done(out: Response, shape: EngineShape) -> Bool[Array, " B"]:
 class Engine:
     """Compiled generate programs for one policy and, where speculation is on, one draft.
 
-    Weights are arguments of every call, so a publish changes no program.
+    Weights are arguments of every call, so a publish changes no program. With `devices` requests and weights go over a
+    mesh (`decoding.sharded`).
     """
 
     def __init__(
@@ -258,14 +260,16 @@ class Engine:
         shape: EngineShape,
         sampling: SamplingConfig,
         draft_dtype: FloatName = "float32",
+        devices: Devices | None = None,
     ) -> None:
         self.shape = shape
         self.sampling = sampling
-        self._plain = jax.jit(partial(generate_plain, (policy_graph, None), shape=shape, sampling=sampling))
-        self._slotted = jax.jit(
-            partial(serve, (policy_graph, draft_graph), shape=shape, sampling=sampling, draft_dtype=draft_dtype),
-            static_argnames=("slots",),
-        )
+        self.devices = devices
+        compiled = jax.jit if devices is None else partial(devices.compiled, policy=policy_graph, shape=shape)
+        self._plain = compiled(partial(generate_plain, (policy_graph, None), shape=shape, sampling=sampling))
+        slotted = partial(serve, (policy_graph, draft_graph), shape=shape, sampling=sampling, draft_dtype=draft_dtype)
+        self._slotted = jax.jit(slotted, static_argnames=("slots",))
+        self._slotted_rollouts = compiled(partial(_rollouts, slotted), static_argnames=("slots",))
         self._work = partial(
             work_of, (policy_graph, draft_graph), shape=shape, sampling=sampling, draft_dtype=draft_dtype
         )
@@ -275,7 +279,7 @@ class Engine:
         self._speculative = (
             None
             if draft_graph is None
-            else jax.jit(
+            else compiled(
                 partial(
                     generate_speculative,
                     (policy_graph, draft_graph),
@@ -317,8 +321,14 @@ class Engine:
                     f"draft_length={draft_length} must be one of draft_lengths={slots.draft_lengths} of the slots; "
                     "change one of them"
                 )
-            return self.serve(policy_weights, draft_weights, request, slots, stop_table=stop_table).rollouts
-        self._check(request, None, stop_table)
+            if self.devices is None:
+                return self.serve(policy_weights, draft_weights, request, slots, stop_table=stop_table).rollouts
+        self._check(request, slots, stop_table)
+        if self.devices is not None:
+            self.devices.check_request(request)
+        if slots is not None:
+            draft_weights = draft_weights if max(slots.draft_lengths) else None
+            return self._slotted_rollouts((policy_weights, draft_weights), request, slots=slots)
         if draft_length == 0:
             return self._plain((policy_weights, None), request)
         if draft_length < 0 or self._speculative is None or draft_weights is None:
@@ -344,6 +354,7 @@ class Engine:
             control: of the call before, or of `control.start`; None: before any round, without a cost table.
             stop_table: as of `generate`.
         """
+        self._check_one_device("serve")
         self._check(request, slots, stop_table)
         weights = policy_weights, draft_weights if max(slots.draft_lengths) else None
         return self._slotted(weights, request, slots=slots, control=control, stop_table=stop_table)
@@ -370,6 +381,7 @@ class Engine:
             turns: of the loop between two looks.
             stop_table: as of `generate`.
         """
+        self._check_one_device("stream")
         self._check(request, slots, stop_table)
         weights = policy_weights, draft_weights if max(slots.draft_lengths) else None
         known = request.prompts.shape[0] if known is None else known
@@ -386,6 +398,7 @@ class Engine:
         repeats: int = 5,
     ) -> CostTable:
         """Seconds of a round of each draft length of these slots, one row; `context` as of a request of each slot."""
+        self._check_one_device("measure_rounds")
         make = partial(self._work, slots=slots)
         return measure_rounds(make, (policy_weights, draft_weights), context, slots, setting, repeats=repeats)
 
@@ -404,6 +417,17 @@ class Engine:
             check_options(request.options, slots.filters, stop_table)
         elif stop_table is not None:
             raise ValueError("stop_table must come with the options of each request, which name its states; give both")
+
+    def _check_one_device(self, call: str) -> None:
+        if self.devices is not None:
+            raise ValueError(
+                f"{call} must have devices=None: what it keeps of the rounds is of one device; use generate over a mesh"
+            )
+
+
+def _rollouts(slotted: Callable[..., Served], weights: tuple, request: Request, *, slots: SlotShape) -> Rollouts:
+    """Without what the rounds taught."""
+    return slotted(weights, request, slots=slots).rollouts
 
 
 def request_keys(key: Key[Array, ""], count: int) -> Key[Array, " B"]:

@@ -112,7 +112,7 @@ def work_of(
     draft = None if graphs[1] is None or weights[1] is None else graphs[1].merge(weights[1])
     if draft is None and max(slots.draft_lengths) > 0:
         raise ValueError(f"draft_lengths={slots.draft_lengths} need a draft; give its weights, or (0,) for plain")
-    shared = Shared(policy.embed_tokens[...].astype(draft_dtype), policy.head_kernel())
+    shared = Shared(*policy.tables(draft_dtype))
     return Work(policy, draft, shared, shape, slots, sampling, draft_dtype, stop_table)
 
 

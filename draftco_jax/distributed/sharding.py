@@ -45,7 +45,8 @@ TRAIN: Rules = {
 """Of the train layout."""
 
 ROLLOUT: Rules = {**TRAIN, "layers": None, "fused": None}
-"""Of the rollout layout: every rank has all layers. Projections that were laid side by side are whole."""
+"""Of the rollout layout: every rank has all layers. Projections that were laid side by side are whole; over a
+tensor axis none are."""
 
 SHARED_WHERE_FEWER = ("kv_heads",)
 """Logical axes that are left whole where their parts are fewer than the ranks, so that several ranks share one."""
@@ -65,6 +66,11 @@ def with_axes(rules: Rules, changed: Mapping[str, Axes]) -> Rules:
     """The table with other mesh axes in the place of some: {"expert": ("context", "tensor"), "stage": None}."""
     put = lambda axes: changed.get(axes, axes) if isinstance(axes, str) else axes  # noqa: E731
     return {logical: put(axes) for logical, axes in rules.items()}
+
+
+def rollout_rules(tensor: str | None, experts_over: tuple[str, ...]) -> Rules:
+    """`ROLLOUT` over this tensor axis; experts are split where training splits them over it, by it alone."""
+    return with_axes(ROLLOUT, {MeshAxis.TENSOR: tensor, MeshAxis.EXPERT: tensor if tensor in experts_over else None})
 
 
 def stated_parameters(module: nnx.Module) -> dict[tuple[Any, ...], Stated]:

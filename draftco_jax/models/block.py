@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+from draftco_jax.context_parallel import PackedRows
 from draftco_jax.models.calls import CachedCall, PackedCall
 from draftco_jax.models.layers import RMSNorm
 from draftco_jax.models.moe import MoE
@@ -66,7 +66,7 @@ class Block(nnx.Module):
         if mixer:
             y, state = getattr(self, mixer).step(getattr(self, norm)(x), state, call)
             x = x + y
-        x, routing = self._feed_forward(x, WHOLE_ROWS, None, call.active)
+        x, routing = self._feed_forward(x, call.packed, None, call.active)
         return x, state, routing
 
     def _feed_forward(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Float
 
-from draftco_jax.context_parallel import PackedRows
+from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 
 
 class PackedCall(NamedTuple):
@@ -43,6 +43,7 @@ class CachedCall(NamedTuple):
     # With `lengths` the state afterwards is settled: that after the real tokens, with nothing to be rolled back.
     active: jax.Array | None = None  # bool[B, T] tokens whose output is read, the first ones of each request; the
     # others use no expert and no page. None: all
+    packed: PackedRows = WHOLE_ROWS  # over which axes weights, and with them heads and states, are split
 
 
 @runtime_checkable
@@ -54,7 +55,10 @@ class Mixer(Protocol):
         ...
 
     def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: Any) -> Any:
-        """State before anything was read: room for `capacity` tokens, and for calls of lookahead + 1 tokens each."""
+        """State before anything was read: room for `capacity` tokens, and for calls of lookahead + 1 tokens each.
+
+        Where weights are split over a tensor axis, that of this rank's heads, read off the weights.
+        """
         ...
 
     def step(self, x: Float[Array, "B T D"], state: Any, call: CachedCall) -> tuple[Float[Array, "B T D"], Any]:

@@ -90,16 +90,18 @@ class FullAttention(nnx.Module):
     def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: Any) -> LayerCache:
         """A key-value cache of zeros; what lies past `start` is overwritten, so there is nothing to roll back."""
         del lookahead
-        zeros = jnp.zeros((batch, self.spec.kv_heads, capacity, self.spec.head_dim), dtype)
+        heads = self.o_proj.inputs // self.spec.head_dim  # of this rank
+        kv_heads = read_count(heads, self.spec)
+        zeros = jnp.zeros((batch, kv_heads, capacity, self.spec.head_dim), dtype)
         return LayerCache(zeros, zeros)
 
     def step(
         self, x: Float[Array, "B T D"], state: AttentionState, call: CachedCall
     ) -> tuple[Float[Array, "B T D"], AttentionState]:
         """New tokens: their keys are written to the cache and read from it."""
-        q, k, v, gate = self._project(x, call.angles)
+        q, k, v, gate = self._project(x, call.angles, call.packed)
         state = state.put(k, v, call)
-        return self._output(state.read(q, call, self.spec.window, self._sinks()), gate), state
+        return self._output(state.read(q, call, self.spec.window, self._sinks()), gate, call.packed), state
 
     def _project(
         self, x: Array, angles: tuple[Array, Array] | None, packed: PackedRows = WHOLE_ROWS
@@ -139,5 +141,10 @@ def read_heads(y: Float[Array, "R T K H"], queries: int, spec: AttentionSpec, ax
             f"{group} query heads or an even part of one; use a number of ranks that divides kv_heads={spec.kv_heads} "
             "or is a multiple of it"
         )
-    count = max(queries // group, 1)
-    return jax.lax.dynamic_slice_in_dim(y, jax.lax.axis_index(axis) * queries // group, count, axis=2)
+    first = jax.lax.axis_index(axis) * queries // group
+    return jax.lax.dynamic_slice_in_dim(y, first, read_count(queries, spec), axis=2)
+
+
+def read_count(queries: int, spec: AttentionSpec) -> int:
+    """Key-value heads that so many neighbouring query heads read."""
+    return max(queries * spec.kv_heads // spec.heads, 1)

@@ -29,7 +29,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+from draftco_jax.context_parallel import PackedRows
 from draftco_jax.models.calls import CachedCall, PackedCall
 from draftco_jax.models.delta_rule import CHUNK, DeltaInputs, delta_rule_chunked, delta_rule_packed
 from draftco_jax.models.layers import Initializer, Linear, LinearGroup, parameter
@@ -123,16 +123,17 @@ class GatedDeltaNet(nnx.Module):
     def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: DTypeLike) -> GatedDeltaState:
         """State before anything was read; its size does not depend on `capacity`. The convolution's inputs in dtype."""
         del capacity
-        tokens, heads = lookahead + 1, (batch, lookahead + 1, self.value_heads)
+        tokens, value_heads = lookahead + 1, self.A_log.shape[0]  # of this rank
+        heads = (batch, tokens, value_heads)
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
         pending = Pending(
-            k=zeros(batch, tokens, self.key_heads, self.key_dim),
+            k=zeros(batch, tokens, value_heads * self.key_heads // self.value_heads, self.key_dim),
             v=zeros(*heads, self.value_dim),
             log_decay=zeros(*heads),
             beta=zeros(*heads),
         )
         inputs = jnp.zeros((batch, self.conv1d.width - 1 + tokens, self.conv1d.channels), dtype)
-        memory = zeros(batch, self.value_heads, self.key_dim, self.value_dim)
+        memory = zeros(batch, value_heads, self.key_dim, self.value_dim)
         return GatedDeltaState(memory, jnp.zeros(batch, jnp.int32), inputs, pending)
 
     def step(
@@ -148,7 +149,7 @@ class GatedDeltaNet(nnx.Module):
         mixed, inputs = self.conv1d.step(self._qkv(x), window)
         brought = self._brought(mixed, x)
         answers, after = delta_rule_chunked(brought, _first(call.lengths, brought), memory, chunk=self.chunk)
-        y = self._finish(answers, x)
+        y = self._finish(answers, x, call.packed)
         if call.lengths is None:
             pending = Pending(brought.k, brought.v, brought.log_decay, brought.beta)
             inputs, pending = filled((inputs, pending), room - x.shape[1])
@@ -182,7 +183,7 @@ class GatedDeltaNet(nnx.Module):
         )
 
     def _finish(
-        self, answers: Float32[Array, "R T V dv"], x: Float[Array, "R T D"], packed: PackedRows = WHOLE_ROWS
+        self, answers: Float32[Array, "R T V dv"], x: Float[Array, "R T D"], packed: PackedRows
     ) -> Float[Array, "R T D"]:
         gated = self.norm(answers, self.in_proj_z(x).reshape(answers.shape))
         return self.out_proj(gated.reshape(*x.shape[:2], -1).astype(x.dtype), packed.tensor_axis)

@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
-from pallas_kernels.manual_axes import cast, varying_axes
+from pallas_kernels.manual_axes import cast, checks_types, varying_axes
 from pallas_kernels.skinny_matmul import PackedWeight, pack, skinny_matmul, unpack
 
 Initializer = Callable[..., Array]
@@ -51,7 +51,7 @@ def summed(y: Array, axis: str | None) -> Array:
     """The sum over a tensor axis of what its ranks have a part of each; None: y is whole."""
     if axis is None:
         return y
-    if axis not in varying_axes(y):
+    if checks_types(axis) and axis not in varying_axes(y):
         raise ValueError(
             f"axis={axis!r} must be one that the weights behind {y.shape} are split over; give them the shardings of "
             "distributed.sharding"
@@ -127,6 +127,11 @@ class Linear(nnx.Module):
         """Project the last dim in the dtype of x."""
         y = summed(project(x, self.kernel[...], self.columns), reduce)
         return y + jnp.expand_dims(self.bias[...].astype(x.dtype), range(x.ndim - 1)) if self.biased else y
+
+    @property
+    def inputs(self) -> int:
+        """I, of this rank's rows."""
+        return self.kernel.shape[0 if self.columns is None else 1]
 
     def pack(self) -> None:
         """Replace the kernel by its panels."""

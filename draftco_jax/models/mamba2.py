@@ -42,7 +42,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+from draftco_jax.context_parallel import PackedRows
 from draftco_jax.models.calls import CachedCall, PackedCall
 from draftco_jax.models.layers import Initializer, Linear, LinearGroup, parameter
 from draftco_jax.models.recurrent import Documents, ShortConvolution, documents, filled, window_after
@@ -338,13 +338,14 @@ class Mamba2(nnx.Module):
     def empty_state(self, batch: int, capacity: int, lookahead: int, dtype: Any) -> Mamba2State:
         """Nothing read. `capacity` takes no room here; `dtype` is that of the kept inputs, S is float32 in any case."""
         sizes, length = self.sizes, lookahead + 1
+        channels, heads = self.conv1d.channels, self.A_log.shape[0]  # of this rank
         return Mamba2State(
-            window=jnp.zeros((batch, sizes.conv_width - 1, sizes.channels), dtype),
-            s=jnp.zeros((batch, sizes.heads, sizes.head_dim, sizes.state), jnp.float32),
+            window=jnp.zeros((batch, sizes.conv_width - 1, channels), dtype),
+            s=jnp.zeros((batch, heads, sizes.head_dim, sizes.state), jnp.float32),
             position=jnp.zeros((batch,), jnp.int32),
             pending=Pending(
-                xbc=jnp.zeros((batch, length, sizes.channels), dtype),
-                dt=jnp.zeros((batch, length, sizes.heads), jnp.float32),
+                xbc=jnp.zeros((batch, length, channels), dtype),
+                dt=jnp.zeros((batch, length, heads), jnp.float32),
             ),
         )
 
@@ -362,10 +363,10 @@ class Mamba2(nnx.Module):
         y, last = ssd_chunked(tokens, self._rates(), state.s, chunk=self.sizes.chunk)
         if call.lengths is None:
             kept = filled(Pending(xbc.astype(state.pending.xbc.dtype), dt), room - length)
-            return self._output(y, tokens, z), state._replace(pending=kept)
+            return self._output(y, tokens, z, call.packed), state._replace(pending=kept)
         window = window_after(inputs, call.lengths, self.sizes.conv_width).astype(state.window.dtype)
         state = state._replace(window=window, s=last, position=call.start + call.lengths)
-        return self._output(y, tokens, z), state
+        return self._output(y, tokens, z, call.packed), state
 
     def _settle(self, state: Mamba2State, start: Int[Array, " B"]) -> Mamba2State:
         """The state at `start`: the first `start - position` pending tokens are read, the others forgotten."""
@@ -393,7 +394,7 @@ class Mamba2(nnx.Module):
         return -jnp.exp(self.A_log[...].astype(jnp.float32))
 
     def _output(
-        self, y: Float32[Array, "B T H P"], tokens: Tokens, z: Array, packed: PackedRows = WHOLE_ROWS
+        self, y: Float32[Array, "B T H P"], tokens: Tokens, z: Array, packed: PackedRows
     ) -> Float[Array, "B T D"]:
         y = y + self.D[...].astype(jnp.float32)[None, None, :, None] * tokens.u
         return self.out_proj(self.norm(y.reshape(z.shape), z), packed.tensor_axis)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.block import Block
 from draftco_jax.models.calls import CachedCall, PackedCall
-from draftco_jax.models.compute import FLOAT32, ComputeConfig
+from draftco_jax.models.compute import FLOAT32, ComputeConfig, FloatName
 from draftco_jax.models.full_attention import AttentionSpec
 from draftco_jax.models.kv_cache import Cache
 from draftco_jax.models.layer_runs import Run, find_runs
@@ -206,6 +206,10 @@ class Decoder(nnx.Module):
         """The output projection, tied or not; over a tensor axis this rank's columns."""
         return self.embed_tokens[...].T if self.cfg.tie_word_embeddings else self.lm_head.matrix()
 
+    def tables(self, dtype: FloatName) -> tuple[Float[Array, "V D"], Float[Array, "D V"]]:
+        """Embedding in `dtype`, and output projection, whole: what drafts read."""
+        return self.embed_tokens[...].astype(dtype), self.head_kernel()
+
     def logits(self, hidden: Float[Array, "*b D"], packed: PackedRows = WHOLE_ROWS) -> Float[Array, "*b V"]:
         """Logits of normed hidden states, accumulated in float32."""
         if self.packed_head:
@@ -251,6 +255,7 @@ class Decoder(nnx.Module):
         tap_layers: Sequence[int],
         lengths: Int[Array, " B"] | None = None,
         active: Bool[Array, "B T"] | None = None,
+        packed: PackedRows = WHOLE_ROWS,
     ) -> StepOutput:
         """The same for T new tokens at positions start, start + 1, ... whose past is in the cache.
 
@@ -258,17 +263,18 @@ class Decoder(nnx.Module):
         lookahead + 1 tokens.
         `active`: tokens whose output may be read; the others, after them in each request, use no expert and no page.
         None: all.
+        `packed` says over which axes the weights are split.
         """
         count = tokens.shape[1]
         angles = None if self.cfg.rotary is None else cache.angles_at(start, count)
-        call = CachedCall(start, angles, cache.seen(start, count, active), lengths, active)
+        call = CachedCall(start, angles, cache.seen(start, count, active), lengths, active, packed)
 
         def block(module: Block, x: Array, state: Any, chosen: Array | None) -> tuple[Array, Any, Any]:
             del chosen  # a rollout records its routing and replays none
             x, state, routing = module.step(x, state, call)
             return x, state, None if routing is None else routing.ids
 
-        walked = self._through(block, self.embed(tokens), cache.layers, None, tap_layers)
+        walked = self._through(block, self.embed(tokens, packed), cache.layers, None, tap_layers)
         cache, ids = cache._replace(layers=walked.states), walked.said
         return StepOutput(self.norm(walked.x), walked.tapped, cache, None if ids is None else jnp.moveaxis(ids, 0, 2))
 
