@@ -50,6 +50,9 @@ class RolloutConfig:
     """Chooses the draft length of each round in slots, from `lengths`, the longest of which is `draft_length`; with 0
     among them speculation is off where it does not pay. Costs are measured when the run starts and kept with it. none:
     always `draft_length`."""
+    devices: Literal["one", "mesh"] = "one"
+    """mesh: sequences go over all axes of the run's mesh but tensor, and heads and widths of the policy over that, so
+    that no device ever has all of its weights. one: one device generates. The texts are the same, up to rounding."""
 
     def __post_init__(self) -> None:
         """Refuse empty steps and limits."""
@@ -158,7 +161,7 @@ class RunConfig:
     chunk_tokens: int = 4096
     """Tokens whose logits exist at one time in the update."""
     mesh: MeshConfig = MeshConfig()
-    """Devices that an update is spread over."""
+    """Devices that an update is spread over, and rollouts where `rollout.devices` says so."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -253,6 +256,7 @@ def _check_experts(cfg: RunConfig) -> None:
 
 def _check_mesh(cfg: RunConfig) -> None:
     cfg.mesh.check_policy(cfg.policy)
+    _check_rollout_devices(cfg)
     stripe = cfg.mesh.stripe
     if stripe is None or cfg.speculation == "off" or cfg.draft is None or not family_of(cfg.draft).trained:
         return
@@ -263,10 +267,37 @@ def _check_mesh(cfg: RunConfig) -> None:
         )
 
 
+def _check_rollout_devices(cfg: RunConfig) -> None:
+    """What rollouts over several devices do not have."""
+    rollout, mesh = cfg.rollout, cfg.mesh
+    if rollout.devices == "one":
+        return
+    if mesh.devices == 1:
+        raise ValueError(
+            "rollout.devices=mesh must be one where the mesh has one device; raise mesh.data or mesh.tensor"
+        )
+    shards = mesh.devices // mesh.tensor
+    for name, value, off, why in (
+        ("rollout.rule", rollout.rule, None, "a rule looks at the rounds of all sequences"),
+        ("verify_budget", cfg.verify_budget if shards > 1 else None, None, "a budget is shared by all sequences"),
+        ("speed.repetitions", cfg.speed.repetitions, 0, "rounds are timed on one device"),
+    ):
+        if value != off:
+            raise ValueError(
+                f"{name}={value} must be {'none' if off is None else off} with rollout.devices=mesh: {why}; change it, "
+                "or use rollout.devices=one"
+            )
+    if rollout.slots is not None and rollout.slots % shards:
+        raise ValueError(
+            f"rollout.slots={rollout.slots} must be a multiple of {shards}, the devices that share the sequences with "
+            f"rollout.devices=mesh; use {-(-rollout.slots // shards) * shards}"
+        )
+
+
 _LATER: dict[str, tuple[type, tuple[str, ...]]] = {
     "SamplingConfig": (SamplingConfig, ("min_p",)),
     "ComputeConfig": (ComputeConfig, ("step_matmul",)),
-    "RolloutConfig": (RolloutConfig, ("slots", "rule")),
+    "RolloutConfig": (RolloutConfig, ("slots", "rule", "devices")),
     "RunConfig": (RunConfig, ("mesh", "verification")),
 }
 """Settings that there are saved configs without. Their defaults are what such a config meant; a setting that is added

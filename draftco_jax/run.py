@@ -16,6 +16,7 @@ from draftco_jax.config import RunConfig, with_later_settings
 from draftco_jax.config_io import diff, to_json
 from draftco_jax.data.prompts import PromptBatches
 from draftco_jax.decoding.engine import Engine, EngineShape
+from draftco_jax.decoding.sharded import Devices
 from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import family_of
@@ -92,9 +93,12 @@ class Run:
         return self.kept.draft if self.spec.draft_cfg is not None else None
 
     def published(self, state: TrainState, draft: Params | None) -> Published:
-        """The policy of a state, and a draft, in the rollout layout under the version of that state; on one device."""
+        """The policy of a state, and a draft, in the rollout layout under the version of that state, on the devices of
+        the rollouts."""
         draft = None if draft is None else self.layout.everywhere(draft)
         weights = self.publisher.publish(state.policy, draft, PolicyVersion(int(state.step)))
+        if self.cfg.rollout.devices == "mesh":
+            return weights
         on_one = lambda model: replace(model, params=self.layout.on_one_device(model.params))  # noqa: E731
         stamped = weights.stamped_draft
         return Published(on_one(weights.stamped_policy), None if stamped is None else on_one(stamped))
@@ -200,7 +204,12 @@ def set_up(cfg: RunConfig) -> tuple[Run, Models]:
     models = load_models(cfg, key)
     policy_graph = layout.graph if layout.mesh is not None else models.policy_graph
     publisher = Publisher(
-        policy_graph, models.draft_graph, cfg.draft_compute.dtype, mesh=layout.mesh, packed=layout.packed
+        policy_graph,
+        models.draft_graph,
+        cfg.draft_compute.dtype,
+        mesh=layout.mesh,
+        packed=layout.packed,
+        over_mesh=cfg.rollout.devices == "mesh",
     )
     graphs = publisher.rollout_graphs(layout.shapes(models.policy), models.draft)
     engine = Engine(
@@ -213,6 +222,7 @@ def set_up(cfg: RunConfig) -> tuple[Run, Models]:
         ),
         sampling=cfg.rollout.sampling,
         draft_dtype=cfg.draft_compute.dtype,
+        devices=_rollout_devices(cfg, layout),
     )
     spec = ObjectiveSpec(
         policy_graph=policy_graph,
@@ -249,6 +259,13 @@ def set_up(cfg: RunConfig) -> tuple[Run, Models]:
         speculation=_speculation(cfg, key),
     )
     return run, models
+
+
+def _rollout_devices(cfg: RunConfig, layout: TrainLayout) -> Devices | None:
+    if cfg.rollout.devices == "one":
+        return None
+    assert layout.mesh is not None, "a config that asks for it has one"
+    return Devices(layout.mesh, layout.packed)
 
 
 def _speculation(cfg: RunConfig, key: Array) -> SpeculationControl | None:

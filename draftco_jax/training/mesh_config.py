@@ -34,7 +34,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices that an update is spread over. Rollouts run on one of them."""
+    """Devices that an update is spread over; rollouts run on one of them, or with `rollout.devices=mesh` over all."""
 
     data: int = 1
     """Devices that rows are split over."""

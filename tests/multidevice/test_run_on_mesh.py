@@ -118,15 +118,20 @@ def test_stages_context_and_data_give_the_metrics_of_one_device(on_one_device, o
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "devices"),
     [
-        "tensor=2 data=3",
-        pytest.param("microbatches=4", marks=pytest.mark.slow),
-        pytest.param("stage=2 microbatches=3 draft_placement=last_stage context=2 stripe=4", marks=pytest.mark.slow),
+        ("tensor=2 data=3", "mesh"),  # rollouts too, five sequences on each pair of devices
+        pytest.param("tensor=2 data=3", "one", marks=pytest.mark.slow),
+        pytest.param("stage=2 tensor=2 data=2", "mesh", marks=pytest.mark.slow),  # 15 sequences are padded to 16
+        pytest.param("microbatches=4", "one", marks=pytest.mark.slow),
+        pytest.param(
+            "stage=2 microbatches=3 draft_placement=last_stage context=2 stripe=4", "one", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_other_meshes_do_too(mesh, train, on_one_device, tmp_path):
-    check(train(small(*(f"mesh.{word}" for word in mesh.split())), tmp_path), on_one_device)
+def test_other_meshes_do_too(mesh, devices, train, on_one_device, tmp_path):
+    settings = (*(f"mesh.{word}" for word in mesh.split()), f"rollout.devices={devices}")
+    check(train(small(*settings), tmp_path), on_one_device)
 
 
 def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(on_mesh, run_of, train, tmp_path):

@@ -20,6 +20,7 @@ from draftco_jax.config import (
     with_later_settings,
 )
 from draftco_jax.config_io import from_json, to_json
+from draftco_jax.decoding.speculation_control import Budget
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.environments.arithmetic import ArithmeticConfig
 from draftco_jax.errors import UserError
@@ -50,6 +51,7 @@ def make(**changes) -> RunConfig:
 
 ONE_SAMPLE = RolloutConfig(prompts_per_step=4, samples_per_prompt=1)
 GREEDY = RolloutConfig(prompts_per_step=4, samples_per_prompt=4, sampling=SamplingConfig(temperature=0.0))
+OVER_MESH = RolloutConfig(prompts_per_step=4, samples_per_prompt=4, devices="mesh")
 REFUSED = [
     (lambda: make(steps=0), "steps=0 must be >= 1"),
     (lambda: make(draft_length=0), "draft_length=0 must be >= 1; use speculation=off"),
@@ -142,6 +144,33 @@ REFUSED = [
         "mesh.expert=2 must be 1 and mesh.experts_over=expert be left out with policy=Qwen3Config",
     ),
     (
+        lambda: make(rollout=OVER_MESH),
+        "rollout.devices=mesh must be one where the mesh has one device; raise mesh.data or mesh.tensor",
+    ),
+    (
+        lambda: make(rollout=OVER_MESH, mesh=MeshConfig(data=2)),
+        "speed.repetitions=15 must be 0 with rollout.devices=mesh: rounds are timed on one device; change it, or",
+    ),
+    (
+        lambda: make(rollout=OVER_MESH, mesh=MeshConfig(data=2), speed=SpeedConfig(repetitions=0), verify_budget=3),
+        "verify_budget=3 must be none with rollout.devices=mesh: a budget is shared by all sequences",
+    ),
+    (
+        lambda: make(
+            rollout=dataclasses.replace(OVER_MESH, slots=2, rule=Budget(lengths=(0, 4), peak=8)),
+            mesh=MeshConfig(tensor=2),
+        ),
+        "rollout.rule=Budget.* must be none with rollout.devices=mesh: a rule looks at the rounds of all sequences",
+    ),
+    (
+        lambda: make(
+            rollout=dataclasses.replace(OVER_MESH, slots=3),
+            mesh=MeshConfig(data=2, tensor=2),
+            speed=SpeedConfig(repetitions=0),
+        ),
+        "rollout.slots=3 must be a multiple of 2, the devices that share the sequences .* use 4",
+    ),
+    (
         lambda: make(mesh=MeshConfig(context=2, stripe=2)),
         "mesh.stripe=2 must be >= 4, the tokens that the draft's labels reach ahead; raise it, or use none",
     ),
@@ -188,6 +217,7 @@ def without(tree, kind, name):
         ("RunConfig", "mesh"),
         ("RunConfig", "verification"),
         ("RolloutConfig", "slots"),
+        ("RolloutConfig", "devices"),
         ("SamplingConfig", "min_p"),
         ("ComputeConfig", "step_matmul"),
     ],
