@@ -71,7 +71,12 @@ def test_every_step_from_every_index_equals_transformers(recorded):
 
 @pytest.mark.parametrize(
     ("wrong", "first"),
-    [({"hidden_first": True}, 0), ({"feeds_back_normed": False}, 1), ({"zeroes_first_embedding": True}, 0), ({}, 0)],
+    [
+        pytest.param({"hidden_first": True}, 0, marks=pytest.mark.slow),
+        ({"feeds_back_normed": False}, 1),
+        pytest.param({"zeroes_first_embedding": True}, 0, marks=pytest.mark.slow),
+        ({}, 0),
+    ],
 )
 def test_every_other_convention_is_seen(recorded, wrong, first):
     """The order of the fused pair, what is fed back (from the second step on), the first embedding; last, a hidden

@@ -11,6 +11,7 @@ from draftco_jax import bench_drafts, cli
 from draftco_jax.drafts.catalog import FAMILIES
 
 
+@pytest.mark.slow
 def test_bench_drafts_prints_one_json_object_with_every_family(monkeypatch, capsys):
     for name in ("_EVALUATION_PROMPTS", "_REMEMBERED_PROMPTS", "_CALLS_PER_TURN"):
         monkeypatch.setattr(bench_drafts, name, 1)

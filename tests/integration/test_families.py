@@ -45,7 +45,9 @@ def config(small):
     return make
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "mtp", "ngram", "suffix"])
+@pytest.mark.parametrize(
+    "name", ["dflash", "ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dspark", "mtp", "suffix"))]
+)
 def test_a_run_of_every_family_ends_with_its_report_and_resumes(name, config, train, lines, tmp_path):
     cfg, whole, stopped = config(name), tmp_path / "whole", tmp_path / "stopped"
     train(cfg, whole, to_the_report=True)

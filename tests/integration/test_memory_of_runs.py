@@ -93,9 +93,8 @@ def check(steps: list[Step]) -> None:
         assert step.known <= step.alive < step.known + SMALL_ARRAYS
 
 
-@pytest.mark.parametrize(
-    "arm", ["cotrained", pytest.param("frozen", marks=pytest.mark.slow), pytest.param("off", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["cotrained", "frozen", "off"])
 def test_a_run_holds_its_state_once_and_is_bit_for_bit_the_one_that_holds_it_twice(
     arm, small, watch, lines, checkpoint, tmp_path
 ):

@@ -30,7 +30,7 @@ POLICIES = {
 }
 
 
-LONG = ("llama", "qwen3_moe", "gpt_oss")
+LONG = ("llama", "qwen3_moe", "gpt_oss", "nemotron_h")
 
 
 @pytest.mark.parametrize(

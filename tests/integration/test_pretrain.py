@@ -40,6 +40,7 @@ DRAFTS = {
     "dspark": DSparkConfig.for_target(POLICY, block_size=2, markov_rank=8, **BLOCK, **SMALL),
     "mtp": MtpConfig.for_target(POLICY, steps=2, **SMALL),
 }
+FAST = ("eagle3_reduced", "dflash")
 STEPS, ADAPTED = 24, 4
 # Between the accepted lengths of a trained draft and its untrained twin; 0.06 is the sampling error of 32 prompts.
 LEARNT = 0.2
@@ -93,7 +94,9 @@ def untimed(run_dir: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k != "time_seconds/step"} for line in read_metrics(run_dir)]
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTS]
+)
 def test_every_family_learns_and_its_exported_draft_is_the_trained_one(name, finished):
     config, run_dir, summary = finished(name)
     lengths = summary["accepted_length"]
@@ -117,7 +120,7 @@ def test_every_family_learns_and_its_exported_draft_is_the_trained_one(name, fin
 
 def test_bug_case_b13_draft_training_saves_and_evaluates_by_optimizer_steps_and_evaluation_changes_nothing(finished):
     """An evaluation between steps 12 and 13 leaves no trace: a training without it takes the very same steps."""
-    config, run_dir, _ = finished("mtp")
+    config, run_dir, _ = finished("dflash")
     saved = sorted(int(folder.name) for folder in (run_dir / "checkpoints").iterdir() if folder.name.isdigit())
     assert saved == [20, STEPS]  # every 5 steps and the last one; two are kept
     losses = [line["draft/loss"] for line in read_metrics(run_dir)[1:]]
@@ -138,7 +141,7 @@ def test_a_reduced_vocabulary_keeps_what_the_rollouts_hold_most_and_says_what_it
     assert summary["acceptance_ceiling"] == 1.0 - outside
     # The share of the sampled tokens that are not kept estimates the mass: 1200 draws, so +- 0.03 at 3 deviations.
     assert outside == pytest.approx(1.0 - counts[kept].sum() / counts.sum(), abs=0.03) and outside > 0.01
-    assert finished("eagle3").summary["mass_outside_vocabulary"] is None
+    assert finished("dflash").summary["mass_outside_vocabulary"] is None
 
 
 def test_the_second_phase_trains_on_its_own_loss_with_a_fresh_optimizer(finished):
@@ -203,7 +206,7 @@ def test_a_resume_with_other_rollouts_is_refused_and_a_damaged_file_too(finished
 
 
 def test_a_finished_training_stays_as_it_is(finished):
-    config, run_dir, summary = finished("eagle3")
+    config, run_dir, summary = finished("eagle3_reduced")
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     assert pretrain(config, run_dir, resume=True) == summary
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
@@ -212,7 +215,7 @@ def test_a_finished_training_stays_as_it_is(finished):
 
 
 def test_a_draft_goes_on_from_a_checkpoint(finished, tmp_path):
-    config, run_dir, summary = finished("mtp")
+    config, run_dir, summary = finished("dflash")
     further = replace(config, steps=1, draft_checkpoint=str(run_dir / "draft"))
     lengths = pretrain(further, tmp_path / "further")["accepted_length"]
     assert lengths["start"] == summary["accepted_length"]["end"]
@@ -229,10 +232,10 @@ def test_rows_are_a_function_of_seed_and_step_and_an_epoch_repeats_none():
 
 
 def test_rollouts_have_stable_ids_and_one_answer_per_sample(finished):
-    config, run_dir, _ = finished("eagle3")
+    config, run_dir, _ = finished("eagle3_reduced")
     again = rollouts_of(set_up(config)[0], run_dir)
     assert sorted({int(i) for i in np.unique(again.sample_ids[again.segment_ids > 0])}) == list(range(64))
-    other = finished("dspark")
+    other = finished("dflash")
     assert fingerprint(again) == fingerprint(rollouts_of(set_up(other.config)[0], other.run_dir))
 
 
@@ -281,7 +284,7 @@ def test_rollout_counts_must_divide():
 
 
 def test_more_rows_than_there_are_is_one_line_and_a_draft_of_other_sizes_leaves_no_directory(finished, tmp_path):
-    config, whole, _ = finished("eagle3")
+    config, whole, _ = finished("eagle3_reduced")
     with pytest.raises(UserError, match="batch_rows=65 must be <= 64, the packed rows"):
         setting, loaded = set_up(replace(config, batch_rows=65))
         prepare(setting, loaded, rollouts_of(setting, whole))

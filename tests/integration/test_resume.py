@@ -56,6 +56,7 @@ def kill_after(process: subprocess.Popen, run_dir: Path, step: int) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume_twice_equals_a_run_that_was_not_killed(start, lines, checkpoint, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait() == 0

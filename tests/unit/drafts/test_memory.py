@@ -69,7 +69,14 @@ def peak_bytes(cfg: DraftConfig, **sizes: int) -> int:
 LOSS = DraftLossConfig(soft_cross_entropy=0.2, hard_cross_entropy=0.1, l1=0.9, end_to_end_tv=0.5, lk_alpha=0.1)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.trained])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("dspark", "mtp") else name
+        for name, family in FAMILIES.items()
+        if family.trained
+    ],
+)
 def test_bug_case_b17_the_draft_loss_is_bounded_by_its_chunk(name):
     cfg = config_of(name, LOSS)
     small = peak_bytes(cfg, rows=ROWS, chunk=128, tile=1024)

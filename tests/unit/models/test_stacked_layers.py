@@ -58,7 +58,10 @@ def test_the_pattern_of_nemotron_needs_a_quarter_of_its_blocks():
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "gpt_oss") else name for name in POLICIES],
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "gpt_oss", "qwen3_5_moe") else name
+        for name in POLICIES
+    ],
 )
 def test_loops_equal_layers_one_by_one(family):
     cfg = POLICIES[family]

@@ -52,7 +52,9 @@ def terms(setup, batch, name, policy_dtype, draft_dtype):
     return params, *run(params, batch)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in DRAFTS if name != "eagle3")]
+)
 def test_losses_of_bfloat16_are_near_those_of_float32(setup, batch, name):
     _, (_, exact_metrics), _ = terms(setup, batch, name, "float32", "float32")
     pairs = [("bfloat16", "bfloat16")] + ([("bfloat16", "float32"), ("float32", "bfloat16")] if name == "mtp" else [])
