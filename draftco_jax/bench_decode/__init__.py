@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from draftco_jax.bench_decode.cells import SAMPLINGS, measure_cell
 from draftco_jax.bench_decode.machine import describe_machine, load_average
@@ -36,6 +36,8 @@ class BenchDecodeConfig:
     """Turns before them, in which k is chosen."""
     peer: bool = True
     """Measure transformers too, where it is installed."""
+    step_matmul: Literal["xla", "skinny"] = "xla"
+    """skinny: with the optional kernel (`pallas_kernels.skinny_matmul`), for plain decoding too."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ def bench_decode(cfg: BenchDecodeConfig, stage: Callable[[str], None] = lambda t
     """All figures; a dict of plain values."""
     load, why = load_average(), "left out by peer=false" if not cfg.peer else missing()
     stage("loading")
-    shipped = shipped_pair()
+    shipped = shipped_pair(cfg.step_matmul)
     cells: list[dict[str, Any]] = []
     sizes: dict[str, Any] = {}
     overhead: dict[str, Any] = {}
@@ -85,6 +87,7 @@ def bench_decode(cfg: BenchDecodeConfig, stage: Callable[[str], None] = lambda t
     return (
         {
             "digits": DIGITS,
+            "step_matmul": cfg.step_matmul,
             "sizes": sizes,
             "cells": cells,
             "overhead": overhead,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.drafts.eagle3.growth import grow_draft
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
 from draftco_jax.evaluation import build_request
+from draftco_jax.models.compute import ComputeConfig
 from draftco_jax.models.functional import ModelGraph, Params, graph_of
 from draftco_jax.models.growth import grow
 from draftco_jax.models.hf_weights import load_policy, save_policy
@@ -67,11 +68,14 @@ class Pair:
     policy: Params
     draft_cfg: Eagle3Config
     draft: Params
+    step_matmul: Literal["xla", "skinny"] = "xla"
+    """What multiplies the policy's steps (`ComputeConfig`)."""
     _engines: dict[tuple[SamplingConfig, int], Engine] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _publisher(self) -> Publisher:
-        return Publisher(graph_of(self.policy_cfg.build), graph_of(self.draft_cfg.build))
+        policy = graph_of(partial(self.policy_cfg.build, compute=ComputeConfig(step_matmul=self.step_matmul)))
+        return Publisher(policy, graph_of(self.draft_cfg.build))
 
     @cached_property
     def graphs(self) -> tuple[ModelGraph, ModelGraph]:
@@ -125,7 +129,7 @@ class Pair:
         larger = replace(self.policy_cfg, **LADDER[name])
         cfg, policy = grow((self.policy_cfg, self.policy), larger, jax.random.key(1))
         draft_cfg, draft = grow_draft((self.draft_cfg, self.draft), self.policy_cfg, larger, jax.random.key(2))
-        return Pair(name, cfg, policy, draft_cfg, draft)
+        return Pair(name, cfg, policy, draft_cfg, draft, self.step_matmul)
 
     def save(self, folder: Path) -> Path:
         """Write the policy where transformers can read it."""
@@ -144,13 +148,13 @@ class Pair:
         }
 
 
-def shipped_pair() -> Pair:
+def shipped_pair(step_matmul: Literal["xla", "skinny"] = "xla") -> Pair:
     """The policy and the EAGLE-3 draft that come with the package."""
     folder = resolve_checkpoint(f"shipped:arithmetic{DIGITS}")
     policy_cfg, policy = load_policy(folder / "policy")
     draft_cfg, _, draft = load_draft(folder / "draft")
     assert isinstance(policy_cfg, Qwen3Config)
-    return Pair(_SHIPPED, policy_cfg, policy, draft_cfg, draft)
+    return Pair(_SHIPPED, policy_cfg, policy, draft_cfg, draft, step_matmul)
 
 
 def response_tokens(rows: ArrayLike, prompt_lengths: ArrayLike, lengths: ArrayLike) -> list[list[int]]:

@@ -35,7 +35,10 @@ def table(found: dict[str, Any]) -> str:
     if reason:
         lines.append(f"Beside transformers: not measured ({reason})")
     load = " to ".join(_number(hardware[name]) for name in ("load_before", "load_after"))
-    lines.append(f"{hardware['processor']}, {hardware['cores']} cores, load {load}, {found['date']}")
+    lines.append(
+        f"{hardware['processor']}, {hardware['cores']} cores, load {load}, {found['date']}, step_matmul="
+        f"{found['step_matmul']}"
+    )
     return "\n".join(lines)
 
 

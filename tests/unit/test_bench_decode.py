@@ -24,8 +24,8 @@ from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.types import Rollouts
 
 KEYS = {
-    "digits", "sizes", "cells", "overhead", "overhead_share", "speedup", "accepted_length", "draft_length",
-    "worst_over_plain", "over_transformers", "over_transformers_by_policy", "over_transformers_reason", "date",
+    "digits", "step_matmul", "sizes", "cells", "overhead", "overhead_share", "speedup", "accepted_length",
+    "draft_length", "worst_over_plain", "over_transformers", "over_transformers_by_policy", "over_transformers_reason", "date",
     "hardware", "versions",
 }  # fmt: skip
 PROMPT, WRITTEN, STOP = [2, 7, 8], [5, 6, 6, 9, 4, 3, 11, 12, 1], 1
@@ -163,7 +163,7 @@ def found_of(rows, why=None):
     cfg = config(batches=tuple(sorted({row["batch"] for row in rows})))
     part = {"policy": "tiny", "batch": 1, "draft_length": 3, "share": 0.07, "verify_over_step": 2.1}
     part["milliseconds"] = {"round": 5.0}
-    found = {"cells": rows, "overhead": part, "overhead_share": 0.07}
+    found = {"step_matmul": "xla", "cells": rows, "overhead": part, "overhead_share": 0.07}
     return found | bench._headlines(cfg, rows, why) | machine.describe_machine(0.5)
 
 
