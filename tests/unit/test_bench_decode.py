@@ -25,8 +25,8 @@ from draftco_jax.types import Rollouts
 
 KEYS = {
     "digits", "step_matmul", "sizes", "cells", "overhead", "overhead_share", "speedup", "accepted_length",
-    "draft_length", "worst_over_plain", "over_transformers", "over_transformers_by_policy", "over_transformers_reason", "date",
-    "hardware", "versions",
+    "draft_length", "worst_over_plain", "over_transformers", "over_transformers_by_policy", "over_transformers_reason",
+    "date", "hardware", "versions",
 }  # fmt: skip
 PROMPT, WRITTEN, STOP = [2, 7, 8], [5, 6, 6, 9, 4, 3, 11, 12, 1], 1
 SECONDS = {  # of a turn; a decode of 8 tokens after the first takes 8 s plainly and 4 s with three drafts
