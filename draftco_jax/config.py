@@ -51,8 +51,9 @@ class RolloutConfig:
     among them speculation is off where it does not pay. Costs are measured when the run starts and kept with it. none:
     always `draft_length`."""
     devices: Literal["one", "mesh"] = "one"
-    """mesh: sequences go over all axes of the run's mesh but tensor, and heads and widths of the policy over that, so
-    that no device ever has all of its weights. one: one device generates. The texts are the same, up to rounding."""
+    """mesh: sequences go over all axes of the run's mesh but tensor, and heads and widths of the policy over that; a
+    publish gathers nothing on one device. one: one device generates, with all of the weights. The texts are the same,
+    up to rounding."""
 
     def __post_init__(self) -> None:
         """Refuse empty steps and limits."""

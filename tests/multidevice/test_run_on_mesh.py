@@ -134,6 +134,16 @@ def test_other_meshes_do_too(mesh, devices, train, on_one_device, tmp_path):
     check(train(small(*settings), tmp_path), on_one_device)
 
 
+def test_weights_for_rollouts_over_the_mesh_are_published_split(run_of, tmp_path):
+    run, models = run_of(small("mesh.tensor=2", "mesh.data=3", "rollout.devices=mesh"))
+    with Checkpointer(tmp_path, 2) as saved:
+        policy = loop.publish(run, start_or_resume(run, models, saved, resume=False)).policy
+    split = [policy["layers"][0]["mlp"]["gate_up"]["gate_proj"]["kernel"], policy["embed_tokens"]]
+    for array, dim in zip(split, (1, 0), strict=True):
+        assert len(array.sharding.device_set) == 6
+        assert {shard.data.shape[dim] for shard in array.addressable_shards} == {array.shape[dim] // 2}
+
+
 def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(on_mesh, run_of, train, tmp_path):
     whole, wanted = on_mesh
     cfg = small(*MESH)
