@@ -54,8 +54,13 @@ def distinct(q: Float[Array, "*b V"], uniforms: Float[Array, "*b c"]) -> Candida
     for j in range(uniforms.shape[-1]):
         tokens.append(draw(law, uniforms[..., j]))
         laws.append(law)
-        law = _normalised(jnp.where(jax.nn.one_hot(tokens[-1], q.shape[-1], dtype=bool), 0.0, law))
+        law = without(law, tokens[-1])
     return Candidates(jnp.stack(tokens, axis=-1), jnp.stack(laws, axis=-2))
+
+
+def without(q: Float[Array, "*b V"], token: Int[Array, "*b"]) -> Float[Array, "*b V"]:
+    """q given that it is another token; zero where there is no other."""
+    return _normalised(jnp.where(jax.nn.one_hot(token, q.shape[-1], dtype=bool), 0.0, q))
 
 
 def likeliest(q: Float[Array, "*b V"], count: int) -> Candidates:

@@ -34,6 +34,7 @@ from draftco_jax.decoding.records import (
     Request,
     Response,
     Stats,
+    Verified,
     assemble,
     committed_tokens,
     is_stop,
@@ -44,7 +45,8 @@ from draftco_jax.decoding.sharded import Devices
 from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.decoding.stopping import StopTable
 from draftco_jax.decoding.streaming import Progressed, Streaming
-from draftco_jax.drafts.base import Context, Draft, Features, Shared
+from draftco_jax.decoding.tree_rounds import play_tree
+from draftco_jax.drafts.base import Context, Draft, Features, Shared, TreeCall
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.kv_cache import Cache
@@ -99,11 +101,12 @@ def generate_speculative(
     policy: Decoder = graphs[0].merge(weights[0])
     draft: Draft = graphs[1].merge(weights[1])
     shared, k = Shared(*policy.tables(draft_dtype)), draft_length
-    taps_of = draft.cfg.tap_layers
-    uniforms = _uniforms(request, shape, k)
-    logits, prompt, cache, log = _prefill(policy, request, shape, k, taps_of)
+    taps_of, tree = draft.cfg.tap_layers, shape.tree_of(k)
+    ahead = k if tree is None else tree.drafted
+    uniforms = _uniforms(request, shape, ahead)
+    logits, prompt, cache, log = _prefill(policy, request, shape, ahead, taps_of)
     newest, out = _first_token(logits, uniforms, request, shape, sampling, k)
-    state = draft.empty_state(newest.shape[0], _capacity(shape, k), request.context)
+    state = draft.empty_state(newest.shape[0], _capacity(shape, ahead), request.context)
     state = draft.absorb(state, _prompt_features(request, prompt, newest).astype(draft_dtype), shared)
     stats = _no_stats(out, k)
 
@@ -113,32 +116,66 @@ def generate_speculative(
     def body(carry: tuple) -> tuple:
         newest, state, cache, out, stats, log = carry
         anchor = request.prompt_lengths + out.count - 1  # position of the newest committed token
-        if shape.fresh_rounds:
-            ahead = round_uniforms(request.keys, stats.rounds, k + 1)
+        live, caches = ~_done(out, shape), (state, cache, log)
+        if tree is not None:
+            call = TreeCall(tree, newest, anchor, sampling, shared)
+            verified, caches = play_tree((policy, draft), call, live, caches, (request.keys, stats.rounds))
         else:
-            ahead = slice_rows(uniforms, anchor + 1, k + 1)
-        proposal, state = draft.propose(state, newest, anchor, ahead[:, :k, PROPOSE], sampling, shared)
-        live = ~_done(out, shape)
-        if shape.verify_budget is not None:
-            proposal = limit(proposal, live, shape.verify_budget)
-        drafts, q, proposed = proposal
-        block = jnp.concatenate([newest[:, None], drafts], axis=1)
-        active = live[:, None] & (jnp.arange(k + 1)[None, :] <= proposed[:, None])
-        hidden, taps, cache, ids = policy.step(block, anchor, cache, tap_layers=taps_of, active=active)
-        log = log_step(log, ids, anchor, active, policy.cfg.mixture)
-        laws = log_law(policy.logits(hidden), sampling)
-        verify = RULES[shape.verification]
-        accepted, final = verify(jnp.exp(laws), q, drafts, ahead[:, :k, ACCEPT], ahead[:, :, COMMIT])
-        tokens = committed_tokens(drafts, accepted, final)
-        out, stats, count = _commit(out, stats, tokens, pick(laws, tokens), accepted, proposed, shape)
+            if shape.fresh_rounds:
+                numbers = round_uniforms(request.keys, stats.rounds, k + 1)
+            else:
+                numbers = slice_rows(uniforms, anchor + 1, k + 1)
+            call = LineCall(newest, anchor, live, numbers, sampling, shared)
+            verified, caches = _play_line((policy, draft), call, caches, shape)
+        state, cache, log = caches
+        out, stats, count = _commit(out, stats, verified, shape)
         last = jnp.maximum(count - 1, 0)
         # The draft reads the TRUE target features of the verified indices, over whatever it guessed there.
-        features = Features(block, tokens, taps, hidden, anchor, last).astype(draft_dtype)
-        state = draft.absorb(state, features, shared)
-        return jnp.where(count > 0, pick(tokens, last), newest), state, cache, out, stats, log
+        features = Features(verified.block, verified.tokens, verified.taps, verified.hidden, anchor, last)
+        state = draft.absorb(state, features.astype(draft_dtype), shared)
+        newest = jnp.where(count > 0, pick(verified.tokens, last), newest)
+        return newest, state, cache, out, stats, log
 
     *_, out, stats, log = jax.lax.while_loop(running, body, (newest, state, cache, out, stats, log))
     return assemble(request, out, stats, log, shape)
+
+
+class LineCall(NamedTuple):
+    """What a round of drafts in a line is given."""
+
+    newest: jax.Array  # i32[B]
+    anchor: jax.Array  # i32[B]
+    live: jax.Array  # bool[B] requests that still decode
+    numbers: jax.Array  # f32[B, r, 3] uniforms
+    sampling: SamplingConfig
+    shared: Shared
+
+
+def _play_line(
+    models: tuple[Decoder, Draft],
+    call: LineCall,
+    caches: tuple[Any, Cache, ExpertLog | None],
+    shape: EngineShape,
+) -> tuple[Verified, tuple[Any, Cache, ExpertLog | None]]:
+    """Propose, verify: what the round gives, and the draft's state, the cache and the log after it."""
+    (policy, draft), (state, cache, log) = models, caches
+    k = call.numbers.shape[1] - 1
+    proposal, state = draft.propose(
+        state, call.newest, call.anchor, call.numbers[:, :k, PROPOSE], call.sampling, call.shared
+    )
+    if shape.verify_budget is not None:
+        proposal = limit(proposal, call.live, shape.verify_budget)
+    drafts, q, proposed = proposal
+    block = jnp.concatenate([call.newest[:, None], drafts], axis=1)
+    active = call.live[:, None] & (jnp.arange(k + 1)[None, :] <= proposed[:, None])
+    hidden, taps, cache, ids = policy.step(block, call.anchor, cache, tap_layers=draft.cfg.tap_layers, active=active)
+    log = log_step(log, ids, call.anchor, active, policy.cfg.mixture)
+    laws = log_law(policy.logits(hidden), call.sampling)
+    verify = RULES[shape.verification]
+    accepted, final = verify(jnp.exp(laws), q, drafts, call.numbers[:, :k, ACCEPT], call.numbers[:, :, COMMIT])
+    tokens = committed_tokens(drafts, accepted, final)
+    verified = Verified(tokens, pick(laws, tokens), accepted, proposed, block, taps, hidden)
+    return verified, (state, cache, log)
 
 
 class _Prompt(NamedTuple):
@@ -204,14 +241,11 @@ def _prompt_features(request: Request, prompt: _Prompt, newest: Int[Array, " B"]
 def _commit(
     out: Response,
     stats: Stats,
-    tokens: Int[Array, "B r"],
-    logprobs: Float[Array, "B r"],
-    accepted: Int[Array, " B"],
-    proposed: Int[Array, " B"],
+    verified: Verified,
     shape: EngineShape,
 ) -> tuple[Response, Stats, Int[Array, " B"]]:
     """Append a round's tokens up to the first stop token and the length limit; how many were committed."""
-    live = ~_done(out, shape)
+    live, (tokens, logprobs, accepted, proposed) = ~_done(out, shape), verified[:4]
     slots = jnp.arange(tokens.shape[1])[None, :]
     emitted = slots <= accepted[:, None]
     stops = emitted & is_stop(tokens, shape)
@@ -399,8 +433,17 @@ class Engine:
     ) -> CostTable:
         """Seconds of a round of each draft length of these slots, one row; `context` as of a request of each slot."""
         self._check_one_device("measure_rounds")
+        self._refuse_tree()
         make = partial(self._work, slots=slots)
         return measure_rounds(make, (policy_weights, draft_weights), context, slots, setting, repeats=repeats)
+
+    def _refuse_tree(self) -> None:
+        """In slots, whose keys and values lie in pages and are not compacted, and over a mesh, where heads are split."""
+        if self.shape.tree is not None:
+            raise ValueError(
+                "verification=tree must be used without slots, on one device; leave slots and devices out, or verify "
+                "token or block"
+            )
 
     def _check(self, request: Request, slots: SlotShape | None, stop_table: StopTable | None) -> None:
         """Refuse, before anything runs, what the programs of these sizes cannot serve; None: the static ones."""
@@ -409,6 +452,8 @@ class Engine:
                 f"prompts are padded to {request.prompts.shape[1]} tokens but prompt_capacity="
                 f"{self.shape.prompt_capacity}; pad to the capacity or raise it"
             )
+        if slots is not None or self.devices is not None:
+            self._refuse_tree()
         if slots is None:
             for name in ("max_tokens", "options"):
                 if getattr(request, name) is not None:

@@ -52,14 +52,20 @@ def log_step(
     start: Int[Array, " B"],
     counted: Bool[Array, "B T"],
     mixture: MoEConfig | None,
+    rows: Int[Array, "B e"] | None = None,
 ) -> ExpertLog | None:
-    """The log after a forward over tokens at start, start + 1, ...; `counted` are those whose output is read."""
+    """The log after a forward over tokens at start, start + 1, ...; `counted` are those whose output is read.
+
+    `rows`: of a token tree, whose nodes are counted all, those that stand at start, start + 1, ...
+    """
     if log is None or ids is None or mixture is None:
         return None
     layers = jnp.moveaxis(ids, 2, 0)
     layers = layers.reshape(layers.shape[0], -1, layers.shape[-1])
     everywhere = jnp.broadcast_to(counted.reshape(1, -1), layers.shape[:2])
     touched = distinct_experts(layers, everywhere, mixture.router.num_experts)
+    if rows is not None:
+        ids = jnp.take_along_axis(ids, rows[:, :, None, None], axis=1)
     return ExpertLog(
         ids=None if log.ids is None else update_rows(log.ids, ids.astype(jnp.int16), start),
         touched=log.touched + jnp.mean(touched.astype(jnp.float32)),

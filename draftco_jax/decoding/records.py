@@ -16,6 +16,7 @@ from draftco_jax.decoding import block_verification, rejection
 from draftco_jax.decoding.experts import ExpertLog, recorded, touched_per_forward
 from draftco_jax.decoding.options import OptionRows
 from draftco_jax.drafts.base import Context
+from draftco_jax.models.token_tree import Tree
 from draftco_jax.types import Rollouts
 
 RULES = {"token": rejection.verify, "block": block_verification.verify}
@@ -33,9 +34,12 @@ class EngineShape:
     """Keep the experts that each token was read with."""
     verify_budget: int | None = None
     """Drafts verified in one round over the whole batch (`decoding.budget`); None: all."""
-    verification: Literal["token", "block"] = "token"
+    verification: Literal["token", "block", "tree"] = "token"
     """How drafts are judged: one after another (`decoding.rejection`), or a round's together, which accepts no fewer in
-    expectation (`decoding.block_verification`). The output law is the same."""
+    expectation (`decoding.block_verification`), or as candidates of a tree (`decoding.trees`). The output law is the
+    same."""
+    tree: Tree | None = None
+    """The shape of a round's candidates with verification "tree", down to the draft length; None otherwise."""
 
     def __post_init__(self) -> None:
         """Refuse capacities that hold nothing."""
@@ -44,11 +48,34 @@ class EngineShape:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1; give the longest length to be served")
         if self.verify_budget is not None and self.verify_budget < 1:
             raise ValueError(f"verify_budget={self.verify_budget} must be >= 1; use None to verify all drafts")
+        if (self.verification == "tree") != (self.tree is not None):
+            raise ValueError(
+                f"tree={self.tree} must be given with verification=tree and with no other, here {self.verification}; "
+                "change one of them"
+            )
+        if self.tree is not None and not self.tree.by_level:
+            raise ValueError(f"{self.tree} must go level by level; give all nodes of a depth before deeper ones")
+        if self.tree is not None and self.verify_budget is not None:
+            raise ValueError(
+                f"verify_budget={self.verify_budget} must be None with verification=tree, whose shape says what is "
+                "verified; give a smaller tree"
+            )
 
     @property
     def fresh_rounds(self) -> bool:
         """Whether a round needs random numbers of its own: later positions had a say in how earlier rounds ended."""
-        return self.verify_budget is not None or self.verification == "block"
+        return self.verify_budget is not None or self.verification != "token"
+
+    def tree_of(self, draft_length: int) -> Tree | None:
+        """The tree of rounds with this draft length."""
+        if self.tree is None:
+            return None
+        if draft_length > self.tree.depth:
+            raise ValueError(
+                f"draft_length={draft_length} must be <= {self.tree.depth}, the depth of {self.tree}; lower it or give "
+                "a deeper tree"
+            )
+        return self.tree.cut(draft_length)
 
 
 class Request(NamedTuple):
@@ -80,6 +107,18 @@ class Stats(NamedTuple):
     committed: jax.Array  # i32[B]
     proposed: jax.Array  # i32[B]
     accepted: jax.Array  # i32[B, k]
+
+
+class Verified(NamedTuple):
+    """What a round of k drafts, or of a tree of depth k, gives: rows of the path that is kept, r = k + 1 at most."""
+
+    tokens: jax.Array  # i32[B, r] accepted drafts, then one more; entries after it are not read
+    logprobs: jax.Array  # f32[B, r]
+    accepted: jax.Array  # i32[B] 0..k
+    proposed: jax.Array  # i32[B] drafts that were verified
+    block: jax.Array  # i32[B, r] tokens that were read, the newest first: those before `tokens`
+    taps: jax.Array  # [B, r, A] at them
+    hidden: jax.Array  # [B, r, D]
 
 
 def committed_tokens(

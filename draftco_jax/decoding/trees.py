@@ -21,8 +21,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -31,57 +30,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from draftco_jax.decoding.candidates import Candidates, judge
+from draftco_jax.models.token_tree import Tree
 from draftco_jax.numerics.rows import pick
 from draftco_jax.numerics.sampling import draw
-
-
-@dataclass(frozen=True)
-class Tree:
-    """Shape of a tree: `parents[i] < i` is the node before node i; node 0, the root, has -1."""
-
-    parents: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        """Refuse what is no tree in this order."""
-        if self.parents[:1] != (-1,) or len(self.parents) < 2:
-            raise ValueError(
-                f"parents={self.parents} must be -1, the root, then one number per drafted node, at least one"
-            )
-        for node, parent in enumerate(self.parents[1:], start=1):
-            if not 0 <= parent < node:
-                raise ValueError(
-                    f"parents[{node}]={parent} must be in 0..{node - 1}; number each node after the one it follows"
-                )
-
-    @cached_property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, the drafted nodes from the root to it, itself included; none for the root."""
-        paths: list[tuple[int, ...]] = [()]
-        for node, parent in enumerate(self.parents[1:], start=1):
-            paths.append((*paths[parent], node))
-        return tuple(paths)
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """How many drafted tokens a path holds; a node's position is that of the root plus this."""
-        return tuple(map(len, self.paths))
-
-    @property
-    def depth(self) -> int:
-        """Of the longest path, D."""
-        return max(self.depths)
-
-    def children(self, node: int) -> tuple[int, ...]:
-        """In the order in which they are judged."""
-        return tuple(child for child, parent in enumerate(self.parents) if parent == node)
-
-    def mask(self) -> np.ndarray:
-        """bool[N, N], entry [i, j]: node i reads node j of the block, which is an ancestor of i or i itself."""
-        reads = np.zeros((len(self.parents),) * 2, bool)
-        reads[:, 0] = True
-        for node, path in enumerate(self.paths):
-            reads[node, list(path)] = True
-        return reads
 
 
 class Walk(NamedTuple):

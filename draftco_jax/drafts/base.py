@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+from draftco_jax.models.token_tree import Tree
 from draftco_jax.models.vocabulary import whole
 from draftco_jax.numerics.masked import safe_count
 from draftco_jax.numerics.sampling import SamplingConfig
@@ -138,6 +139,42 @@ class ReadsSiblings(Protocol):
 
     def place_siblings(self, state: Any, rows: Int[Array, "B G"]) -> Any:
         """The state with `Context.siblings` as rows of now, -1 for one that is in no row."""
+        ...
+
+
+class TreeCall(NamedTuple):
+    """What is the same for all levels of a tree that is drafted."""
+
+    tree: Tree
+    newest: jax.Array  # i32[B]
+    anchor: jax.Array  # i32[B]
+    sampling: SamplingConfig  # of the laws; need not be the policy's
+    shared: Shared
+
+
+class Growth(NamedTuple):
+    """A tree drafted down to some level."""
+
+    laws: jax.Array  # f32[B, m, V] of the token after each of the m nodes of the level that have children
+    state: Any  # of the draft, which may hold guesses from the anchor on
+    branches: Any  # the family's own, of these m nodes; leaves [B, m, ...]
+
+
+@runtime_checkable
+class GrowsTrees(Protocol):
+    """A draft that says what comes after any node of a token tree (`decoding.tree_drafts` chooses the nodes)."""
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Whether tokens are to be drawn from its laws where the policy's are; if not, the likeliest are taken."""
+        ...
+
+    def begin_tree(self, state: Any, call: TreeCall) -> Growth:
+        """The law of the first tokens, m = 1."""
+        ...
+
+    def extend_tree(self, growth: Growth, depth: int, tokens: Int[Array, "B m"], call: TreeCall) -> Growth:
+        """One level on: `tokens` of the nodes of `depth` >= 1 that have children, of which there is one at least."""
         ...
 
 

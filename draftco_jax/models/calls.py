@@ -11,6 +11,9 @@ every state must then be as if only those had been read. A key-value cache gets 
 `start` on are overwritten before they are seen. A recurrent mixer keeps the state before the last call and that call's
 inputs, and reads the kept ones at the beginning of the next call.
 
+Trees. The tokens of a cached call may be the nodes of a token tree. A key-value cache holds them in the order of their
+numbers, and is compacted to the path that was kept (`kv_cache.compacted`); a recurrent mixer cannot follow branches.
+
 Letters: R packed rows of T tokens; B requests, T new tokens, S slots; h = half the rotated width.
 """
 
@@ -22,6 +25,7 @@ import jax
 from jaxtyping import Array, Float
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
+from draftco_jax.models.token_tree import Tree
 
 
 class PackedCall(NamedTuple):
@@ -34,7 +38,7 @@ class PackedCall(NamedTuple):
 
 
 class CachedCall(NamedTuple):
-    """T new tokens of each request, at positions start, start + 1, ..."""
+    """T new tokens of each request, at positions start, start + 1, ..., or those that a tree says."""
 
     start: jax.Array  # i32[B] position of the first
     angles: tuple[jax.Array, jax.Array] | None  # f32[B, T, 1, h] cos and sin; None: no rotation
@@ -44,6 +48,7 @@ class CachedCall(NamedTuple):
     active: jax.Array | None = None  # bool[B, T] tokens whose output is read, the first ones of each request; the
     # others use no expert and no page. None: all
     packed: PackedRows = WHOLE_ROWS  # over which axes weights, and with them heads and states, are split
+    tree: Tree | None = None  # the T tokens are its nodes: rows of the cache one after the other, positions by depth
 
 
 @runtime_checkable

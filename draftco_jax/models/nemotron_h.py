@@ -67,6 +67,11 @@ class NemotronHConfig(DecoderConfig):
         return self.block_types
 
     @property
+    def recurrent(self) -> bool:
+        """Mamba-2 blocks are."""
+        return "mamba" in self.block_types
+
+    @property
     def mamba(self) -> Mamba2Sizes:
         """Its recurrent mixers."""
         low, high = self.time_step_limit

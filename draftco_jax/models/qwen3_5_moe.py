@@ -63,6 +63,11 @@ class Qwen35MoeConfig(DecoderConfig):
         return self.layer_types
 
     @property
+    def recurrent(self) -> bool:
+        """Gated delta nets are."""
+        return "linear_attention" in self.layer_types
+
+    @property
     def norm_rule(self) -> NormRule:
         """Norm weights are stored around 0."""
         return "offset"

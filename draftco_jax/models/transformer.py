@@ -20,7 +20,7 @@ from draftco_jax.models.block import Block
 from draftco_jax.models.calls import CachedCall, PackedCall
 from draftco_jax.models.compute import FLOAT32, ComputeConfig, FloatName
 from draftco_jax.models.full_attention import AttentionSpec
-from draftco_jax.models.kv_cache import Cache
+from draftco_jax.models.kv_cache import Cache, visible_branches
 from draftco_jax.models.layer_runs import Run, find_runs
 from draftco_jax.models.layer_walk import BlockCall, Walked, Way, in_loops, one_by_one
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, NormRule, RMSNorm, packed, parameter, project
@@ -28,6 +28,7 @@ from draftco_jax.models.moe import MoEConfig
 from draftco_jax.models.moe_routing import RoutingSums, routing_sums
 from draftco_jax.models.paged_cache import PagedCache
 from draftco_jax.models.rotary import Rotary
+from draftco_jax.models.token_tree import Tree
 from draftco_jax.models.vocabulary import logits, lookup
 from pallas_kernels.skinny_matmul import available
 
@@ -80,6 +81,11 @@ class DecoderConfig:
     def layer_kinds(self) -> tuple[Hashable, ...]:
         """One for each layer; layers of one kind differ by their weights alone."""
         return ("block",) * self.num_hidden_layers
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer carries a state from token to token, which goes one way only and follows no branches."""
+        return False
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -141,6 +147,15 @@ def check_sizes(cfg: Any, names: tuple[str, ...]) -> None:
     for name in ("rms_norm_eps", "rope_theta"):
         if not getattr(cfg, name) > 0:
             raise ValueError(f"{name}={getattr(cfg, name)} must be > 0; 1e-6 and 1e6 are usual")
+
+
+def check_branches(cfg: DecoderConfig) -> None:
+    """Refuse policies that cannot read the nodes of a token tree."""
+    if cfg.recurrent:
+        raise ValueError(
+            f"policy={type(cfg).__name__} must not be recurrent with a token tree: a state follows one line of tokens; "
+            "use verification=token or block"
+        )
 
 
 class PolicyRouting(NamedTuple):
@@ -256,6 +271,7 @@ class Decoder(nnx.Module):
         lengths: Int[Array, " B"] | None = None,
         active: Bool[Array, "B T"] | None = None,
         packed: PackedRows = WHOLE_ROWS,
+        tree: Tree | None = None,
     ) -> StepOutput:
         """The same for T new tokens at positions start, start + 1, ... whose past is in the cache.
 
@@ -263,11 +279,16 @@ class Decoder(nnx.Module):
         lookahead + 1 tokens.
         `active`: tokens whose output may be read; the others, after them in each request, use no expert and no page.
         None: all.
+        `tree`: the tokens are its nodes, the root at `start`; `kv_cache.compacted` then keeps a path of it. `active`
+        ones may lie anywhere. For policies that are not `recurrent`, with a `Cache`, weights not split.
         `packed` says over which axes the weights are split.
         """
         count = tokens.shape[1]
-        angles = None if self.cfg.rotary is None else cache.angles_at(start, count)
-        call = CachedCall(start, angles, cache.seen(start, count, active), lengths, active, packed)
+        if tree is not None:
+            call = self._tree_call(start, cache, active, tree)
+        else:
+            angles = None if self.cfg.rotary is None else cache.angles_at(start, count)
+            call = CachedCall(start, angles, cache.seen(start, count, active), lengths, active, packed)
 
         def block(module: Block, x: Array, state: Any, chosen: Array | None) -> tuple[Array, Any, Any]:
             del chosen  # a rollout records its routing and replays none
@@ -277,6 +298,16 @@ class Decoder(nnx.Module):
         walked = self._through(block, self.embed(tokens, packed), cache.layers, None, tap_layers)
         cache, ids = cache._replace(layers=walked.states), walked.said
         return StepOutput(self.norm(walked.x), walked.tapped, cache, None if ids is None else jnp.moveaxis(ids, 0, 2))
+
+    def _tree_call(
+        self, start: Int[Array, " B"], cache: Cache | PagedCache, active: Array | None, tree: Tree
+    ) -> CachedCall:
+        check_branches(self.cfg)
+        if not isinstance(cache, Cache):
+            raise ValueError("a tree must be read into a cache of rows, and this one has pages; use empty_cache")
+        angles = None if self.cfg.rotary is None else cache.tree_angles(start, tree)
+        visible = visible_branches(cache.capacity, start, tree.mask())
+        return CachedCall(start, angles, visible, None, active, tree=tree)
 
     def _through(
         self, block: BlockCall, x: Array, states: Sequence[Any] | None, experts: Array | None, taps: Sequence[int]

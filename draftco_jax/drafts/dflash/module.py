@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from draftco_jax.drafts.base import DraftSampling, Proposal, Shared
+from draftco_jax.drafts.base import DraftSampling, Growth, Proposal, Shared, TreeCall
 from draftco_jax.drafts.blocks.body import BlockDraft, BlockState, head_logits
 from draftco_jax.drafts.dflash.config import DFlashConfig
 from draftco_jax.numerics.sampling import draw
@@ -41,6 +41,24 @@ class DFlash(BlockDraft):
             laws = sampling.law(logits)
             tokens = draw(laws, uniforms)
         return Proposal(tokens, laws, jnp.full(newest.shape, count, jnp.int32)), state
+
+    @property
+    def draws_tokens(self) -> bool:
+        """As `proposals` says."""
+        return self.cfg.proposals == "sample"
+
+    def begin_tree(self, state: BlockState, call: TreeCall) -> Growth:
+        """The block says the laws of all depths at once; `branches` keeps them, [B, D, V]."""
+        depth = call.tree.depth
+        self.check_length(depth)
+        logits = head_logits(self.block(state, call.newest, call.anchor, call.shared)[:, :depth], call.shared.head)
+        laws = call.sampling.law(logits)
+        return Growth(laws[:, :1], state, laws)
+
+    def extend_tree(self, growth: Growth, depth: int, tokens: Int[Array, "B m"], call: TreeCall) -> Growth:
+        """The law of a depth, after whatever token."""
+        laws = growth.branches[:, depth, None]
+        return growth._replace(laws=jnp.broadcast_to(laws, (*tokens.shape, laws.shape[-1])))
 
     def label_features(
         self, states: Float[Array, "R C d D"], previous: Int[Array, "R C d"], head: Float[Array, "D V"]

@@ -13,12 +13,14 @@ Letters: B requests, D width, r rank of the bias, V vocabulary, k drafts.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from draftco_jax.drafts.base import DraftSampling, Proposal, Shared
+from draftco_jax.drafts.base import DraftSampling, Growth, Proposal, Shared, TreeCall
 from draftco_jax.drafts.blocks.body import BlockDraft, BlockState, head_logits
 from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.models.layers import Linear, parameter
@@ -103,6 +105,14 @@ class ConfidenceHead(nnx.Module):
         return jnp.matmul(features.astype(jnp.float32), kernel)[..., 0] + bias[0]
 
 
+class SparkBranches(NamedTuple):
+    """What drafting a tree keeps of the block and of the m nodes that it has come to."""
+
+    states: jax.Array  # [B, D, width]
+    base: jax.Array  # f32[B, D, V] logits without the bias
+    memory: jax.Array | None  # [B, m, r]; None without a Markov head
+
+
 class DSpark(BlockDraft):
     """Draft i of a block stands for x_{a+1+i}; its law is that of a chain, given the drafts before it."""
 
@@ -142,6 +152,41 @@ class DSpark(BlockDraft):
             tokens.append(previous)
         full = jnp.full(newest.shape, count, jnp.int32)
         return Proposal(jnp.stack(tokens, axis=1), jnp.stack(laws, axis=1), full), state
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Always."""
+        return True
+
+    def begin_tree(self, state: BlockState, call: TreeCall) -> Growth:
+        """The block is run once; what differs from node to node is the bias of the token before, and its memory."""
+        depth = call.tree.depth
+        self.check_length(depth)
+        states = self.block(state, call.newest, call.anchor, call.shared)[:, :depth]
+        branches = SparkBranches(states, head_logits(states, call.shared.head), None)
+        if self.cfg.markov_rank:
+            branches = branches._replace(memory=self.markov_head.start(states[:, :1]))
+        return self._after(branches, 0, call.newest[:, None], call, state)
+
+    def extend_tree(self, growth: Growth, depth: int, tokens: Int[Array, "B m"], call: TreeCall) -> Growth:
+        """Each node goes on from its parent's memory."""
+        branches: SparkBranches = growth.branches
+        if branches.memory is not None:
+            parents = call.tree.levels[depth - 1].growing_parents
+            branches = branches._replace(memory=branches.memory[:, parents])
+        return self._after(branches, depth, tokens, call, growth.state)
+
+    def _after(
+        self, branches: SparkBranches, depth: int, previous: Int[Array, "B m"], call: TreeCall, state: BlockState
+    ) -> Growth:
+        """Laws of the drafts number `depth` of the block after these tokens."""
+        rows = lambda values: jnp.broadcast_to(values[:, depth, None], (*previous.shape, values.shape[-1]))  # noqa: E731
+        logits = rows(branches.base)
+        if branches.memory is not None:
+            g, memory = self.markov_head.step(branches.memory, rows(branches.states), previous)
+            logits = logits + head_logits(g, self.markov_head.markov_w2.kernel[...])
+            branches = branches._replace(memory=memory)
+        return Growth(call.sampling.law(logits), state, branches)
 
     def label_features(
         self, states: Float[Array, "R C d D"], previous: Int[Array, "R C d"], head: Float[Array, "D V"]

@@ -18,12 +18,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
-from draftco_jax.drafts.base import Context, DraftSampling, Features, Proposal, Shared
+from draftco_jax.drafts.base import Context, DraftSampling, Features, Growth, Proposal, Shared, TreeCall
 from draftco_jax.drafts.chain_attention import ChainAttention
 from draftco_jax.drafts.eagle3.config import Eagle3Config
+from draftco_jax.drafts.tree_rows import tree_rows
 from draftco_jax.models.attention import attend
 from draftco_jax.models.kv_cache import Cache, empty_cache, visible_slots, write
 from draftco_jax.models.layers import GatedMLP, Linear, LinearGroup, RMSNorm, rotary_angles, rotate
@@ -163,10 +164,22 @@ class Eagle3(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """T consecutive indices start, start + 1, ...: `embeds` of the tokens AFTER each index, `hidden` at it."""
         count = embeds.shape[1]
-        q, k, v = self.midlayer.project(embeds, hidden, cache.angles_at(start, count))
+        angles, visible = cache.angles_at(start, count), visible_slots(cache.capacity, start, count)
+        return self._read((embeds, hidden), start, angles, visible, cache)
+
+    def _read(
+        self,
+        inputs: tuple[Float[Array, "B T D"], Float[Array, "B T D"]],
+        start: Int[Array, " B"],
+        angles: tuple[Array, Array],
+        visible: Bool[Array, "B T S"],
+        cache: Cache,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Embeddings and hidden states, into the slots from `start` on."""
+        q, k, v = self.midlayer.project(*inputs, angles)
         layer = write(cache.layers[0], k, v, start)
-        heads = attend(q, layer.keys, layer.values, visible_slots(cache.capacity, start, count))
-        return self._output(self.midlayer.finish(hidden, heads)), cache._replace(layers=(layer,))
+        heads = attend(q, layer.keys, layer.values, visible)
+        return self._output(self.midlayer.finish(inputs[1], heads)), cache._replace(layers=(layer,))
 
     # ---- decoding: the interface of `drafts.base.Draft` ----
 
@@ -208,6 +221,27 @@ class Eagle3(nnx.Module):
                 hidden = states[:, 0]
         proposal = Proposal(jnp.stack(tokens, axis=1), jnp.stack(laws, axis=1), jnp.full_like(newest, count))
         return proposal, Eagle3State(cache, hidden)
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Always."""
+        return True
+
+    def begin_tree(self, state: Eagle3State, call: TreeCall) -> Growth:
+        """`branches` holds the state [B, m, D] of each node whose law is said."""
+        hidden = state.hidden[:, None]
+        return Growth(self.to_target_vocabulary(call.sampling.law(self.logits(hidden))), state, hidden)
+
+    def extend_tree(self, growth: Growth, depth: int, tokens: Int[Array, "B m"], call: TreeCall) -> Growth:
+        """Each node reads its token and its parent's state, over its own ancestors in the cache."""
+        cache: Cache = growth.state.cache
+        rows = tree_rows(call, depth, cache)
+        assert rows.angles is not None
+        before = growth.branches[:, call.tree.levels[depth - 1].growing_parents]
+        inputs = call.shared.embed(tokens), before
+        states, cache = self._read(inputs, rows.start, rows.angles, rows.visible, cache)
+        laws = self.to_target_vocabulary(call.sampling.law(self.logits(states)))
+        return Growth(laws, growth.state._replace(cache=cache), states)
 
     # ---- training ----
 

@@ -24,9 +24,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
-from draftco_jax.drafts.base import Context, DraftSampling, Features, Proposal, Shared
+from draftco_jax.drafts.base import Context, DraftSampling, Features, Growth, Proposal, Shared, TreeCall
 from draftco_jax.drafts.mtp.chain import chain_rows
 from draftco_jax.drafts.mtp.config import MtpConfig
+from draftco_jax.drafts.tree_rows import tree_rows
 from draftco_jax.models.block import Block
 from draftco_jax.models.calls import CachedCall, PackedCall
 from draftco_jax.models.full_attention import AttentionSpec, FullAttention
@@ -117,9 +118,16 @@ class Mtp(nnx.Module):
         self, hidden: Float[Array, "B D"], shared: Shared, sampling: DraftSampling, step: int
     ) -> Float32[Array, "B V"]:
         """Law of the next token of an output z, which is that of draft `step`, from 0."""
+        return sampling.law(self._logits(hidden, shared), step)
+
+    def _logits(self, hidden: Float[Array, "*b D"], shared: Shared) -> Float32[Array, "*b V"]:
+        """Of the next token of an output z."""
         normed = self.norm(hidden)
-        logits = jnp.matmul(normed, shared.head.astype(normed.dtype), preferred_element_type=jnp.float32)
-        return sampling.law(logits, step)
+        return jnp.matmul(normed, shared.head.astype(normed.dtype), preferred_element_type=jnp.float32)
+
+    def _laws_of_nodes(self, hidden: Float[Array, "B m D"], call: TreeCall) -> Float32[Array, "B m V"]:
+        """Laws after the nodes of one depth of a tree."""
+        return call.sampling.law(self._logits(hidden, call.shared))
 
     # ---- decoding ----
 
@@ -165,14 +173,39 @@ class Mtp(nnx.Module):
         self, embeds: Float[Array, "B T D"], hidden: Float[Array, "B T D"], start: Int[Array, " B"], cache: Cache
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Outputs z at T consecutive indices: `embeds` of the tokens AFTER each index, `hidden` at it."""
-        count, states = embeds.shape[1], []
+        count = embeds.shape[1]
         z = self.combine(embeds, hidden, start[:, None] + jnp.arange(count, dtype=start.dtype)[None, :])
         angles = cache.angles_at(start, count) if cache.cos.shape[1] else None
-        call = CachedCall(start, angles, visible_slots(cache.capacity, start, count))
+        return self._read(z, CachedCall(start, angles, visible_slots(cache.capacity, start, count)), cache)
+
+    def _read(self, z: Float[Array, "B T D"], call: CachedCall, cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        """The layers, over the cache."""
+        states = []
         for block, state in zip(self.layers, cache.layers, strict=True):
             z, state, _ = block.step(z, state, call)
             states.append(state)
         return z, cache._replace(layers=tuple(states))
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Always."""
+        return True
+
+    def begin_tree(self, state: MtpState, call: TreeCall) -> Growth:
+        """`branches` holds the output z [B, m, D] of each node whose law is said."""
+        hidden = state.hidden[:, None]
+        return Growth(self._laws_of_nodes(hidden, call), state, hidden)
+
+    def extend_tree(self, growth: Growth, depth: int, tokens: Int[Array, "B m"], call: TreeCall) -> Growth:
+        """Each node reads its token and its parent's output, over its own ancestors in the cache."""
+        cache: Cache = growth.state.cache
+        rows = tree_rows(call, depth, cache)
+        before = growth.branches[:, call.tree.levels[depth - 1].growing_parents]
+        positions = jnp.broadcast_to(rows.position[:, None], tokens.shape)
+        z = self.combine(call.shared.embed(tokens), self.fed_back(before), positions)
+        outputs, cache = self._read(z, CachedCall(rows.start, rows.angles, rows.visible), cache)
+        laws = self._laws_of_nodes(outputs, call)
+        return Growth(laws, growth.state._replace(cache=cache), outputs)
 
     # ---- training ----
 
