@@ -438,7 +438,7 @@ class Engine:
         return measure_rounds(make, (policy_weights, draft_weights), context, slots, setting, repeats=repeats)
 
     def _refuse_tree(self) -> None:
-        """In slots, whose keys and values lie in pages and are not compacted, and over a mesh, where heads are split."""
+        """In slots, whose keys and values lie in pages, not compacted, and over a mesh, where heads are split."""
         if self.shape.tree is not None:
             raise ValueError(
                 "verification=tree must be used without slots, on one device; leave slots and devices out, or verify "

@@ -5,6 +5,7 @@ Weights are random and strong, so that no family is a good draft here: what is t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from draftco_jax.drafts.ngram.config import NGramConfig
 from draftco_jax.drafts.previous.config import PreviousConfig
 from draftco_jax.drafts.suffix.config import SuffixConfig
 from draftco_jax.models.functional import ModelGraph, Params, abstract_params, graph_of
+from draftco_jax.models.token_tree import balanced
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.types import PolicyVersion, Rollouts
 from draftco_jax.weight_sync import Publisher
@@ -145,6 +147,38 @@ def test_texts_follow_the_law_of_the_policy(small_toy, drafted, with_context, la
     print(f"{name}: p-value {p:.2g}, accepted {rate:.2f} of {rollouts.proposed.sum()} proposed")
     assert p > ALARM
     assert 0.02 < rate < 0.98, "a draft that is always or never right would show little"
+
+
+def slow_but(*fast: str) -> list:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", slow_but("dflash"))
+def test_greedy_texts_with_a_tree_are_those_of_plain_decoding(
+    toy, drafted, with_context, mixed_requests, greedy_shape, name
+):
+    draft, shape = drafted(toy, name), replace(greedy_shape, verification="tree", tree=balanced(2, 2, 1))
+    request = with_context(mixed_requests, draft.cfg, toy, greedy_shape)
+    plain = toy.generate("deep", "good", mixed_requests, 0, greedy_shape, GREEDY)
+    rollouts = generate(toy, draft, request, K, shape, GREEDY)
+    for field in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(rollouts, field), getattr(plain, field), err_msg=field)
+    copies = name in ("ngram", "suffix", "previous")  # a law of one token leaves nothing beside the line
+    assert (rollouts.proposed <= (K if copies else 10) * rollouts.rounds).all() and rollouts.proposed.sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_follow_the_law_of_the_policy_with_a_tree(
+    small_toy, drafted, with_context, law_batch, law_shape, p_value, name
+):
+    draft, shape = drafted(small_toy, name), replace(law_shape, verification="tree", tree=balanced(2, 2, 1))
+    request = with_context(law_batch, draft.cfg, small_toy, law_shape)
+    rollouts = generate(small_toy, draft, request, K, shape, UNTOUCHED)
+    p = p_value(small_toy, "deep", rollouts, UNTOUCHED)
+    print(f"{name}: p-value {p:.2g}, accepted {rollouts.accepted.sum() / rollouts.rounds.sum():.2f} a round")
+    assert p > ALARM
+    assert rollouts.accepted.sum() > 0
 
 
 @pytest.mark.slow
