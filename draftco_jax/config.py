@@ -15,6 +15,7 @@ from draftco_jax.environments.catalog import TaskConfig
 from draftco_jax.errors import UserError
 from draftco_jax.models.compute import ComputeConfig, DtypeConfig
 from draftco_jax.models.families import policy_configs
+from draftco_jax.models.token_tree import TreeConfig
 from draftco_jax.models.transformer import DecoderConfig
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.training.mesh_config import MeshConfig
@@ -147,9 +148,11 @@ class RunConfig:
     verify_budget: int | None = None
     """Drafted tokens verified in one step over the whole batch, those most likely to be accepted; none: all. The law of
     the output stays the policy's. What is saved is experts that are not read: a policy without any gains nothing."""
-    verification: Literal["token", "block"] = "token"
+    verification: Literal["token", "block", "tree"] = "token"
     """token: drafts are judged one after another. block: all of a round together, which accepts no fewer of them in
-    expectation, with other texts of the same law."""
+    expectation, with other texts of the same law. tree: several candidates for a place, whose law is the same too."""
+    tree: TreeConfig | None = None
+    """Shape of the candidates with verification=tree, as many widths as draft_length; none otherwise."""
     draft_loss_weight: float = 1.0
     """lambda of L_RL + lambda * L_draft; the policy's trajectory does not depend on it."""
     draft_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
@@ -171,6 +174,7 @@ class RunConfig:
         _check_group_size(self)
         _check_training_law(self)
         _check_draft(self)
+        _check_tree(self)
         _check_experts(self)
         _check_mesh(self)
 
@@ -244,6 +248,28 @@ def _check_draft(cfg: RunConfig) -> None:
             )
 
 
+def _check_tree(cfg: RunConfig) -> None:
+    if (cfg.verification == "tree") != (cfg.tree is not None):
+        raise ValueError(f"tree={cfg.tree} must go with verification=tree, not {cfg.verification}; change one of them")
+    if cfg.tree is None:
+        return
+    if len(cfg.tree.widths) != cfg.draft_length:
+        raise ValueError(
+            f"tree.widths={cfg.tree.widths} must be as many as draft_length={cfg.draft_length}; change one of them"
+        )
+    timed = max(cfg.speed.draft_lengths) if cfg.speed.repetitions else 0
+    for name, value, rule, refused in (
+        ("speculation", cfg.speculation, "frozen or cotrained", cfg.speculation == "off"),
+        ("rollout.slots", cfg.rollout.slots, "none", cfg.rollout.slots is not None),
+        ("rollout.devices", cfg.rollout.devices, "one", cfg.rollout.devices != "one"),
+        ("verify_budget", cfg.verify_budget, "none", cfg.verify_budget is not None),
+        ("policy", type(cfg.policy).__name__, "without recurrent layers", cfg.policy.recurrent),
+        ("speed.draft_lengths", cfg.speed.draft_lengths, f"<= {cfg.draft_length}", timed > cfg.draft_length),
+    ):
+        if refused:
+            raise ValueError(f"{name}={value} must be {rule} with verification=tree; change one of them")
+
+
 def _check_experts(cfg: RunConfig) -> None:
     for name, asked, off in (
         ("rollout.record_experts", cfg.rollout.record_experts, False),
@@ -299,7 +325,7 @@ _LATER: dict[str, tuple[type, tuple[str, ...]]] = {
     "SamplingConfig": (SamplingConfig, ("min_p",)),
     "ComputeConfig": (ComputeConfig, ("step_matmul",)),
     "RolloutConfig": (RolloutConfig, ("slots", "rule", "devices")),
-    "RunConfig": (RunConfig, ("mesh", "verification")),
+    "RunConfig": (RunConfig, ("mesh", "verification", "tree")),
 }
 """Settings that there are saved configs without. Their defaults are what such a config meant; a setting that is added
 gets a line here, and a default under which nothing changes."""

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from draftco_jax.decoding.engine import no_context
-from draftco_jax.drafts.base import Features, Shared
+from draftco_jax.decoding.tree_drafts import draft_tree
+from draftco_jax.drafts.base import Features, Shared, TreeCall
 from draftco_jax.models.functional import ModelGraph
+from draftco_jax.models.token_tree import Tree
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.run import Run
 from draftco_jax.weight_sync import Published
@@ -39,6 +41,7 @@ def profile_round(run: Run, weights: Published, batch: int, draft_length: int) -
         draft_length=draft_length,
         prompt_tokens=run.engine.shape.prompt_capacity,
         new_tokens=run.engine.shape.max_new_tokens,
+        tree=run.engine.shape.tree_of(draft_length),
     )
     return {name: _milliseconds(program) for name, program in parts.programs(run.speed_key).items()}
 
@@ -46,8 +49,8 @@ def profile_round(run: Run, weights: Published, batch: int, draft_length: int) -
 class RoundParts:
     """What a verify round is made of, as programs that repeat one part STEPS_PER_CALL times.
 
-    policy_1_token is a step of plain decoding without its sampling; policy_block is the verify forward of k + 1 tokens;
-    draft_propose draws the k drafts; draft_absorb lets the draft read the verified tokens.
+    policy_1_token is a step of plain decoding without its sampling; policy_block is the verify forward of k + 1 tokens,
+    or of all nodes of a tree; draft_propose draws the drafts; draft_absorb lets the draft read the verified tokens.
     """
 
     def __init__(
@@ -60,18 +63,23 @@ class RoundParts:
         draft_length: int,
         prompt_tokens: int,
         new_tokens: int,
+        tree: Tree | None = None,
     ) -> None:
         self._policy_graph, self._draft_graph = graphs
         self._weights, self._sampling, self._length = weights, sampling, draft_length
         self._context = no_context(batch)
-        self._capacity = prompt_tokens + new_tokens + draft_length
+        self._tree, self._drafted = tree, draft_length if tree is None else tree.drafted
+        self._capacity = prompt_tokens + new_tokens + self._drafted
         self._start = jnp.full((batch,), prompt_tokens, jnp.int32)
 
     def programs(self, key: Key[Array, ""]) -> dict[str, Callable[[], Any]]:
         """Each a compiled loop that is called without arguments."""
-        policy, draft, block = self._weights.policy, self._weights.draft, self._length + 1
-        propose, absorb = jax.jit(self._propose), jax.jit(partial(self._absorb, block))
-        one, many = (jax.jit(partial(self._policy, tokens)) for tokens in (1, block))
+        policy, draft = self._weights.policy, self._weights.draft
+        propose, absorb = jax.jit(self._propose), jax.jit(partial(self._absorb, self._length + 1))
+        one, many = (
+            jax.jit(partial(self._policy, 1, None)),
+            jax.jit(partial(self._policy, self._drafted + 1, self._tree)),
+        )
         return {
             "policy_1_token": lambda: one(policy),
             "policy_block": lambda: many(policy),
@@ -79,12 +87,12 @@ class RoundParts:
             "draft_absorb": lambda: absorb(policy, draft),
         }
 
-    def _policy(self, tokens: int, params: Any) -> Array:
+    def _policy(self, tokens: int, tree: Tree | None, params: Any) -> Array:
         policy, batch = self._policy_graph.merge(params), self._start.shape[0]
 
         def body(_: Array, carry: tuple) -> tuple:
             ids, cache = carry
-            hidden, _, cache, _ = policy.step(ids, self._start, cache, tap_layers=())
+            hidden, _, cache, _ = policy.step(ids, self._start, cache, tap_layers=(), tree=tree)
             return jnp.argmax(policy.logits(hidden), axis=-1).astype(jnp.int32), cache
 
         start_of_all = jnp.ones((batch, tokens), jnp.int32), policy.empty_cache(batch, self._capacity, tokens - 1)
@@ -112,12 +120,16 @@ class RoundParts:
 
     def _propose(self, policy: Any, params: Any, key: Key[Array, ""]) -> Any:
         draft, shared, start = self._draft_graph.merge(params), self._shared(policy), self._start
-        uniforms = jax.random.uniform(key, (start.shape[0], self._length))
+        uniforms = jax.random.uniform(key, (start.shape[0], self._drafted))
 
         def body(_: Array, carry: tuple) -> tuple:
             state, newest, total = carry
-            proposal, state = draft.propose(state, newest, start, uniforms, self._sampling, shared)
-            return state, proposal.tokens[:, -1], total + jnp.sum(proposal.laws)
+            if self._tree is None:
+                drafted, state = draft.propose(state, newest, start, uniforms, self._sampling, shared)
+            else:
+                call = TreeCall(self._tree, newest, start, self._sampling, shared)
+                (drafted, _), state = draft_tree(draft, state, call, uniforms)
+            return state, drafted.tokens[:, -1], total + jnp.sum(drafted.laws)
 
         empty = draft.empty_state(start.shape[0], self._capacity, self._context)
         return jax.lax.fori_loop(0, STEPS_PER_CALL, body, (empty, jnp.ones_like(start), jnp.float32(0.0)))

@@ -219,6 +219,7 @@ def set_up(cfg: RunConfig) -> tuple[Run, Models]:
             record_experts=cfg.rollout.record_experts,
             verify_budget=cfg.verify_budget,
             verification=cfg.verification,
+            tree=None if cfg.tree is None else cfg.tree.build(),
         ),
         sampling=cfg.rollout.sampling,
         draft_dtype=cfg.draft_compute.dtype,

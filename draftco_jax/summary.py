@@ -127,11 +127,13 @@ def _limits(
         return "No request had a verify round: every response ended at its first token, so there was nothing to draft."
     cost = best["round_milliseconds"] / plain["round_milliseconds"]
     drafted = best["draft_length"]
+    tree = run.engine.shape.tree_of(drafted)
+    block = f"{drafted + 1} tokens" if tree is None else f"the {tree.drafted + 1} nodes of a tree"
     return (
         f"Batch {plain['batch']}, prefill included: plain decoding takes {plain['round_milliseconds']:.3f} ms per "
         f"token; with {drafted} drafted tokens a verify round takes {best['round_milliseconds']:.3f} ms, as long as "
         f"{cost:.2f} plain tokens, and commits {best['accepted_length']:.2f}. Its parts, each timed alone: policy over "
-        f"{drafted + 1} tokens {parts['policy_block']:.3f} ms (over one token {parts['policy_1_token']:.3f}), drawing "
+        f"{block} {parts['policy_block']:.3f} ms (over one token {parts['policy_1_token']:.3f}), drawing "
         f"the drafts {parts['draft_propose']:.3f}, draft over the verified tokens {parts['draft_absorb']:.3f}; the "
         f"rest is rejection, bookkeeping, prefill and dispatch. Training batch of {rows} sequences: rollouts run at "
         f"{steps['training_batch_rollout_speedup']:.2f}x of plain with {run.draft_length} drafted tokens. Speculation "

@@ -40,8 +40,9 @@ def _gains(axes: Axes, cells: list[dict[str, Any]]) -> None:
         at = [places[cell["policy"], cell["batch"]] + (number - 0.5) * _WIDTH for cell in rows]
         axes.bar(at, [cell["speedup"] for cell in rows], _WIDTH, color=colour, label=sampling.replace("_", " "))
         for x, cell in zip(at, rows, strict=True):
-            text = f"k={cell['draft_length']}" if cell["draft_length"] else "plain"
-            axes.text(x, cell["speedup"], text, ha="center", va="bottom", fontsize=6.5, color=INK)
+            text = f" k={cell['draft_length']}" if cell["draft_length"] else " plain"
+            axes.text(x, cell["speedup"], text, ha="center", va="bottom", fontsize=6.5, color=INK, rotation=90)
+    axes.margins(y=0.12)  # room for the words
     axes.axhline(1.0, color=INK, linewidth=1.0, linestyle=":")
     axes.set_ylabel("speed over plain decoding, without prefill")
     axes.set_title("Speculation with the length chosen; the same function in all sizes", fontsize=9, loc="left")

@@ -47,8 +47,9 @@ class SlotShape:
     """Slots of a page."""
     pages: int | None = None
     """Of the pool; None: as many as all rows can need at the same time."""
-    staging_rows: int = 2
-    """Prompts that are read at the same time."""
+    staging_rows: int | None = None
+    """Prompts that are read at the same time. None: one for four slots, 2 to 8: fewer leave slots waiting where
+    responses are short, more take long to compile."""
     chunk: int = 256
     """Prompt tokens of a row that are read in one turn, at most."""
     walk: int = 256
@@ -63,7 +64,7 @@ class SlotShape:
     def __post_init__(self) -> None:
         """Refuse sizes that hold nothing."""
         for name in ("slots", "page", "staging_rows", "chunk", "walk"):
-            if getattr(self, name) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1; leave it out for the default")
         if not self.draft_lengths or min(self.draft_lengths) < 0:
             raise ValueError(
@@ -73,6 +74,11 @@ class SlotShape:
             raise ValueError(
                 f"draft_lengths={self.draft_lengths} must be those of the rule, {self.rule.lengths}; give the same"
             )
+
+    @property
+    def prompts_at_once(self) -> int:
+        """`staging_rows`, given or not."""
+        return min(max(self.slots // 4, 2), 8) if self.staging_rows is None else self.staging_rows
 
     @property
     def speculation(self) -> Rule:
@@ -127,7 +133,7 @@ class Work:
         """Q. Fewer than the least would leave a request waiting for ever."""
         page = self.slots.page
         most = -(-(self.shape.prompt_capacity + self.shape.max_new_tokens + self.lookahead) // page)
-        staged = self.slots.staging_rows * -(-max(self.shape.prompt_capacity - 1, 1) // page)
+        staged = self.slots.prompts_at_once * -(-max(self.shape.prompt_capacity - 1, 1) // page)
         least = 1 + staged + most
         if self.slots.pages is not None and self.slots.pages < least:
             raise ValueError(
@@ -306,7 +312,7 @@ def open_state(work: Work, table: Table, control: Control | None = None) -> Stat
     """Nothing has begun; what earlier calls learnt of the draft is in `control`."""
     rule = work.slots.speculation
     count, width = table.count, work.shape.max_new_tokens + work.lookahead + 1
-    slots, rows = work.slots.slots, work.slots.staging_rows
+    slots, rows = work.slots.slots, work.slots.prompts_at_once
     zeros = jnp.zeros((count,), jnp.int32)
     out = Response(
         tokens=jnp.full((count, width), work.shape.pad_id, jnp.int32),
@@ -366,7 +372,7 @@ def _open_log(work: Work, count: int) -> tuple[ExpertLog | None, Array | None]:
     layers, chosen = jax.eval_shape(ids).shape[2:]
     rows = lambda n, width: jnp.full((n, width, layers, chosen), -1, jnp.int16)  # noqa: E731
     log = ExpertLog(rows(count, work.capacity), jnp.float32(0.0), jnp.int32(0))
-    return log, rows(work.slots.staging_rows, work.prompt_room)
+    return log, rows(work.slots.prompts_at_once, work.prompt_room)
 
 
 def over(table: Table, state: State) -> Bool[Array, " N"]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -155,6 +155,23 @@ def caterpillar(*widths: int) -> Tree:
         parents += [first] * width
         first = start
     return Tree(tuple(parents))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """A shape by name, as configs hold it."""
+
+    widths: tuple[int, ...]
+    """Candidates at each depth: after every node before (balanced), or after the first node before (caterpillar)."""
+    shape: Literal["balanced", "caterpillar"] = "balanced"
+
+    def __post_init__(self) -> None:
+        """Refuse widths of no tree."""
+        _check_widths(self.widths)
+
+    def build(self) -> Tree:
+        """The tree."""
+        return {"balanced": balanced, "caterpillar": caterpillar}[self.shape](*self.widths)
 
 
 def _check_widths(widths: tuple[int, ...]) -> None:

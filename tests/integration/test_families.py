@@ -17,6 +17,7 @@ from draftco_jax.drafts.ngram.config import NGramConfig
 from draftco_jax.drafts.previous.config import PreviousConfig
 from draftco_jax.drafts.suffix.config import SuffixConfig
 from draftco_jax.metrics import Progress, read_metrics, read_summary
+from draftco_jax.models.token_tree import TreeConfig
 from draftco_jax.types import StepReport
 
 
@@ -102,3 +103,17 @@ def test_saved_configs_name_their_family(config):
     for name in ("dflash", "dspark", "mtp", "ngram", "suffix"):
         cfg = config(name)
         assert from_json(dc.RunConfig, json.loads(json.dumps(to_json(cfg))), config_registry()) == cfg
+
+
+@pytest.mark.slow
+def test_a_run_with_token_trees_ends_with_its_report_and_has_one_law_with_the_trainer(small, train, tmp_path):
+    base = small("steps=2", "evaluation.every_steps=0", "speed.repetitions=1", "speed.draft_lengths=1,2")
+    cfg = dataclasses.replace(base, verification="tree", tree=TreeConfig(widths=(2, 2)))
+    train(cfg, tmp_path / "run", to_the_report=True)
+    assert (tmp_path / "run" / "report.html").is_file()
+    for line in read_metrics(tmp_path / "run")[1:]:
+        assert 1 < line["rollout/accepted_length"] <= 3
+        assert line["rollout/proposed_per_round"] == 6  # 2 after the root, 2 after each
+        assert line["agreement/kl_k3"] < 1e-9
+    summary = read_summary(tmp_path / "run")
+    assert "of a tree" in summary["speed"]["limits"]

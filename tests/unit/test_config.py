@@ -25,6 +25,7 @@ from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.environments.arithmetic import ArithmeticConfig
 from draftco_jax.errors import UserError
 from draftco_jax.models.qwen3 import Qwen3Config
+from draftco_jax.models.token_tree import TreeConfig
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.pretrain_config import load_pretrain_config
 from draftco_jax.training.mesh_config import MeshConfig
@@ -216,6 +217,9 @@ def without(tree, kind, name):
     [
         ("RunConfig", "mesh"),
         ("RunConfig", "verification"),
+        ("RunConfig", "tree"),
+        ("RolloutConfig", "rule"),
+        ("RolloutConfig", "devices"),
         ("RolloutConfig", "slots"),
         ("RolloutConfig", "devices"),
         ("SamplingConfig", "min_p"),
@@ -236,6 +240,30 @@ def test_later_settings_change_nothing_that_is_there():
     broken = without(to_json(make()), "RunConfig", "steps")
     with pytest.raises(UserError, match="steps is missing"):
         from_json(RunConfig, with_later_settings(broken), config_registry())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tree": None}, "tree=None must go with verification=tree, not tree"),
+        ({"verification": "block"}, "must go with verification=tree, not block"),
+        ({"draft_length": 3}, "tree.widths=\\(2, 1\\) must be as many as draft_length=3"),
+        ({"speculation": "off"}, "speculation=off must be frozen or cotrained with verification=tree"),
+        ({"rollout": {"slots": 4}}, "rollout.slots=4 must be none with verification=tree"),
+        ({"verify_budget": 4}, "verify_budget=4 must be none with verification=tree"),
+        ({"speed": {"draft_lengths": (1, 4)}}, "speed.draft_lengths=\\(1, 4\\) must be <= 2 with verification=tree"),
+    ],
+)
+def test_a_tree_that_does_not_fit_the_run_is_refused(changes, said):
+    fits = make(
+        verification="tree", tree=TreeConfig(widths=(2, 1)), draft_length=2, speed=SpeedConfig(draft_lengths=(1, 2))
+    )
+    nested = {
+        name: dataclasses.replace(getattr(fits, name), **value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(fits, **nested)
 
 
 def test_what_is_off_is_not_checked():

@@ -131,7 +131,7 @@ def test_two_thousand_requests_through_sixteen_slots(toy):
         no_context(count),
     )  # fmt: skip
     plain = toy.generate("deep", "good", request, 0, shape, GREEDY)
-    slots = replace(TURNS, slots=16, pages=70)
+    slots = replace(TURNS, slots=16, staging_rows=2, pages=70)
     engine, weights = toy.engine(shape, GREEDY), toy.published("deep", "good")
     found = numpy_of(engine.generate(*weights, request._replace(max_tokens=jnp.asarray(limits, jnp.int32)), K, slots))
     ends = np.minimum(plain.lengths, plain.prompt_lengths + limits)
