@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftco_jax.config_io import apply_overrides, load_python_config, to_json
-from draftco_jax.decoding.speculation_control import Bandit, Budget, CostModel
+from draftco_jax.decoding.speculation_control import Bandit, Budget, CostModel, FixedLength
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import draft_configs, family_of
 from draftco_jax.environments.catalog import TaskConfig
@@ -47,7 +47,7 @@ class RolloutConfig:
     slots: int | None = None
     """Sequences that are decoded at the same time; the others wait and get the place of one that has ended. none: all
     of a step at once. The texts are the same, up to rounding."""
-    rule: CostModel | Budget | Bandit | None = None
+    rule: FixedLength | CostModel | Budget | Bandit | None = None
     """Chooses the draft length of each round in slots, from `lengths`, the longest of which is `draft_length`; with 0
     among them speculation is off where it does not pay. Costs are measured when the run starts and kept with it. none:
     always `draft_length`."""

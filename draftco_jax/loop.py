@@ -31,7 +31,7 @@ from draftco_jax.profiling import StageClock
 from draftco_jax.report import write_report
 from draftco_jax.report.write import REPORT_FILE
 from draftco_jax.rewards.exact import score
-from draftco_jax.rollout.speculation import costs_of_run
+from draftco_jax.rollout.speculation import COSTS_FILE, costs_of_run
 from draftco_jax.run import DRAFT_FOLDER, Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
 from draftco_jax.training.update import TrainState
@@ -65,6 +65,11 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
             writer.write(StepReport(0, evaluate(run, weights)))
         if run.speculation is not None:
             progress.stage("measuring what rounds cost")
+            if first > 0 and not (run_dir / COSTS_FILE).is_file():
+                raise UserError(
+                    f"run_dir={run_dir} lacks {COSTS_FILE}, by which it chose its draft lengths; put the file back, or "
+                    "start over in another run directory"
+                )
             run.speculation.costs = costs_of_run(run_dir, *round_costs(run, weights))
         progress.stage("training")
         batch, alarmed = None, False

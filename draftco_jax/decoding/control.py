@@ -78,15 +78,16 @@ def settle(
     ledger: Ledger,
     choice: Int32[Array, ""],
     *,
+    active: Int[Array, ""],
     live: Bool[Array, " S"],
     proposed: Int[Array, " S"],
     accepted: Int[Array, " S"],
     committed: Int[Array, " S"],
 ) -> tuple[Control, Ledger]:
-    """After a round. `live` are the requests that took part in speculation; `committed` counts all of the round."""
-    outcome = Outcome(choice, live, proposed, accepted, control.seconds[choice])
+    """After a round. `active` is what `decide` was told, `live` who took part in speculation; `committed` is of all."""
+    outcome = Outcome(choice, active, live, proposed, accepted, control.seconds[choice])
     control = control._replace(rule=rule.observe(control.rule, outcome), rounds=control.rounds + 1)
-    tokens, active = jnp.sum(committed, dtype=jnp.int32), jnp.sum(committed > 0, dtype=jnp.int32)
+    tokens = jnp.sum(committed, dtype=jnp.int32)
     ledger = Ledger(
         rounds=ledger.rounds.at[choice].add(1),
         tokens=ledger.tokens.at[choice].add(tokens),

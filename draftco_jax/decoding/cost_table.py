@@ -52,7 +52,9 @@ class CostTable:
         """Write as JSON. Numbers are written so that they are read back to the last bit."""
         fields = {name: getattr(self, name) for name in ("rows", "lengths", "seconds")}
         text = json.dumps({"setting": dict(self.setting), **fields}, indent=2, sort_keys=True)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        half = Path(path).with_suffix(".part")  # a table that is there is a whole one
+        half.write_text(text + "\n", encoding="utf-8")
+        half.replace(path)
 
     @classmethod
     def load(cls, path: str | Path, setting: Setting) -> CostTable:
@@ -60,16 +62,19 @@ class CostTable:
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             rows, lengths = tuple(found["rows"]), tuple(found["lengths"])
-            table = cls(found["setting"], rows, lengths, tuple(tuple(row) for row in found["seconds"]))
+            table = cls(dict(found["setting"]), rows, lengths, tuple(tuple(row) for row in found["seconds"]))
             names = sorted(set(table.setting) | set(setting))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"cost_table={path} must be one that was saved by a run; measure it anew") from error
+        except (ValueError, KeyError, TypeError) as error:  # not text, not JSON, or of another shape
+            raise UserError(
+                f"cost_table={path} must be one that was saved by a run; delete it to measure anew, which may change "
+                "what is chosen"
+            ) from error
         differing = [name for name in names if table.setting.get(name) != setting.get(name)]
         if differing:
             name = differing[0]
             raise UserError(
                 f"cost_table={path} must be measured for {name}={setting.get(name)!r}, not for "
-                f"{table.setting.get(name)!r}; measure it anew"
+                f"{table.setting.get(name)!r}; delete it to measure anew"
             )
         return table
 

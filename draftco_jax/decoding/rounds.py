@@ -84,6 +84,7 @@ def play(work: Work, table: Table, state: State, number: int) -> State:
         state.control,
         state.ledger,
         jnp.int32(number),
+        active=jnp.sum(place.live, dtype=jnp.int32),
         live=place.live & ~place.first,
         proposed=proposal.count,
         accepted=accepted,

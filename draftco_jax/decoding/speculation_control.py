@@ -44,7 +44,8 @@ class Outcome(NamedTuple):
     """What came of a round."""
 
     choice: jax.Array  # i32[] index of the length
-    live: jax.Array  # bool[B] requests that took part
+    active: jax.Array  # i32[] requests in flight, as the choice was told
+    live: jax.Array  # bool[B] requests that took part: not those whose first token this was
     proposed: jax.Array  # i32[B] drafts verified
     accepted: jax.Array  # i32[B] drafts accepted
     seconds: jax.Array  # f32[] of the round BY THE COST TABLE; a clock here would decide tokens
@@ -276,14 +277,13 @@ class Bandit:
 
     def observe(self, state: BanditState, outcome: Outcome) -> BanditState:
         """Keep the round's reward in place of the oldest; a round of no requests has none."""
-        active = jnp.sum(outcome.live, dtype=jnp.int32)
         tokens = jnp.sum(jnp.where(outcome.live, outcome.accepted + 1, 0), dtype=jnp.float32)
-        bucket, arm = self._bucket(active), outcome.choice
+        bucket, arm = self._bucket(outcome.active), outcome.choice
         slot = state.tries[bucket, arm] % self.window
         seen = BanditState(
             state.rewards.at[bucket, arm, slot].set(tokens / outcome.seconds), state.tries.at[bucket, arm].add(1)
         )
-        return jax.tree.map(lambda new, old: jnp.where(active > 0, new, old), seen, state)
+        return jax.tree.map(lambda new, old: jnp.where(jnp.any(outcome.live), new, old), seen, state)
 
     def _bucket(self, active: Int[Array, ""]) -> Int32[Array, ""]:
         return jnp.sum(jnp.asarray(self.thresholds[1:], jnp.int32) <= active, dtype=jnp.int32)

@@ -114,8 +114,9 @@ def best_tokens(
         probs = jax.nn.softmax(jnp.where(kept, falling, -jnp.inf), axis=-1)
         mass_before = jnp.cumsum(probs, axis=-1) - probs
         mass = _column(jnp.asarray(top_p, jnp.float32), logits)
-        # The sum may reach 1 before the last token by rounding: where all is asked for, nothing is compared.
-        kept &= (mass_before < mass) | (mass >= 1.0)
+        # The sum may reach 1 before the last token by rounding: where all is asked for, nothing is compared. The first
+        # token stays however small the mass, also one that is 0 among the numbers that are told from it.
+        kept &= (mass_before < mass) | (mass >= 1.0) | (ids == 0)
     last = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32) - 1
     worst, its_id = jnp.take_along_axis(falling, last, axis=-1), jnp.take_along_axis(order, last, axis=-1)
     return (logits > worst) | ((logits == worst) & (ids <= its_id))

@@ -10,6 +10,7 @@ import pytest
 
 from draftco_jax import loop
 from draftco_jax.decoding.speculation_control import Bandit, CostModel
+from draftco_jax.errors import UserError
 from draftco_jax.rollout.speculation import COSTS_FILE
 
 
@@ -36,6 +37,12 @@ def test_a_run_with_a_rule_that_is_stopped_and_resumed_is_the_run_that_was_not(s
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     train(config, parted, stop_in_step=4)
     costs = (parted / COSTS_FILE).read_text()
+    (parted / COSTS_FILE).unlink()
+    with pytest.raises(
+        UserError, match="lacks cost_table.json, by which it chose its draft lengths; put the file back"
+    ):
+        train(config, parted, resume=True)
+    (parted / COSTS_FILE).write_text(costs)
     train(config, whole, stop_in_step=1)  # measured for itself; from here on it has the other's costs
     assert (whole / COSTS_FILE).read_text() != costs
     (whole / COSTS_FILE).write_text(costs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 
 from draftco_jax.decoding.control import Control, decide, gain, open_ledger, settle, start
+from draftco_jax.decoding.engine import no_context
+from draftco_jax.decoding.round_cost import ROUNDS_PER_CALL, _rounds
+from draftco_jax.decoding.serving import work_of
 from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.decoding.speculation_control import AcceptanceEstimate, Bandit, CostModel, FixedLength
 from draftco_jax.numerics.sampling import SamplingConfig
@@ -73,6 +77,37 @@ def test_a_call_goes_on_from_what_the_one_before_has_learnt(serve):
     assert again.control.rule.reached[0] > 0
 
 
+LENGTHS = (0, 1, K)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "verification"),
+    [(CostModel(lengths=LENGTHS), "token"), (Bandit(lengths=LENGTHS, epsilon=0.3), "token"),
+     (Bandit(lengths=LENGTHS, epsilon=0.3), "block")],
+)  # fmt: skip
+def test_texts_follow_the_law_whatever_lengths_are_chosen(small_toy, law_shape, law_batch, p_value, rule, verification):
+    """At 1e-3, with a draft that is often refused, so that what rounds taught has a say in what is drafted next."""
+    engine = small_toy.engine(replace(law_shape, verification=verification), SamplingConfig())
+    slots = SlotShape(slots=64, draft_lengths=LENGTHS, rule=rule, page=4, chunk=4, walk=8)
+    control = start(rule, jax.random.key(2), jnp.asarray([1.0, 1.2, 1.6]))
+    served = engine.serve(*small_toy.published("deep", "wrong"), law_batch, slots, control)
+    assert (np.asarray(served.ledger.rounds) > 0).sum() >= 2, "one length alone shows nothing of the choice"
+    assert p_value(small_toy, "deep", jax.device_get(served.rollouts), SamplingConfig()) > 1e-3
+
+
+def test_a_plain_round_is_measured_with_what_the_draft_reads(toy, greedy_shape):
+    """NaN in the draft's weights comes out in its state: the work is there, whatever is asked of the result."""
+    policy, draft = toy.published("deep", "good")
+    slots = SlotShape(slots=2, draft_lengths=(0, K), page=2, chunk=4, walk=4)
+    make = partial(work_of, toy.graphs, shape=greedy_shape, sampling=GREEDY, slots=slots)
+    spoiled = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), draft)
+    state = jax.jit(partial(_rounds, make, number=0))((policy, spoiled), no_context(2))
+    floats = [x for x in jax.tree.leaves(state.slots.draft) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert any(bool(jnp.isnan(x).any()) for x in floats)
+    assert bool(jnp.isfinite(state.out.logprobs).all()) and int(state.ledger.rounds[0]) == ROUNDS_PER_CALL
+
+
 @dataclass(frozen=True)
 class Log:
     """A rule that keeps what it is shown."""
@@ -97,10 +132,11 @@ def test_a_round_is_told_to_the_rule_and_added_up():
     live, committed = jnp.asarray([True, True, False, False]), jnp.asarray([3, 1, 1, 0])
     first = int(decide(rule, control, jnp.int32(3)))
     control, ledger = settle(
-        rule, control, ledger, jnp.int32(1), live=live, proposed=jnp.asarray([2, 2, 0, 0]),
+        rule, control, ledger, jnp.int32(1), active=jnp.int32(3), live=live, proposed=jnp.asarray([2, 2, 0, 0]),
         accepted=jnp.asarray([2, 0, 0, 0]), committed=committed,
     )  # fmt: skip
     (outcome,) = control.rule
+    assert int(outcome.active) == 3
     assert first % 100 == 31 and float(outcome.seconds) == 1.5 and int(outcome.choice) == 1
     np.testing.assert_array_equal(outcome.live, live)
     assert int(decide(rule, control, jnp.int32(3))) // 100 != first // 100, "a key must not be used twice"

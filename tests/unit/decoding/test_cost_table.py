@@ -48,16 +48,23 @@ def test_a_table_of_another_setting_is_refused_in_one_line(tmp_path, name, value
     path = tmp_path / "costs.json"
     CostTable(SETTING, (1,), (0,), ((0.1,),)).save(path)
     with pytest.raises(
-        UserError, match=f"must be measured for {name}={value!r}, not for .*; measure it anew"
+        UserError, match=f"must be measured for {name}={value!r}, not for .*; delete it to measure anew"
     ) as caught:
         CostTable.load(path, SETTING | {name: value})
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"setting": {}, "rows": 1, "lengths": 1, "seconds": 1})])
+BROKEN = (
+    {"setting": {}, "rows": 1, "lengths": 1, "seconds": 1},
+    {"setting": ["a"], "rows": [1], "lengths": [0], "seconds": [[1.0]]},
+    {"setting": {}, "rows": [1, 2], "lengths": [0], "seconds": [[1.0], [1.0, 2.0]]},
+)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", *map(json.dumps, BROKEN)])
 def test_a_file_that_is_no_table_is_refused(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
-    with pytest.raises(UserError, match="must be one that was saved by a run; measure it anew"):
+    with pytest.raises(UserError, match="must be one that was saved by a run; delete it to measure anew"):
         CostTable.load(tmp_path / "costs.json", SETTING)
 
 

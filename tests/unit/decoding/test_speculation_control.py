@@ -28,10 +28,11 @@ def situation(active=1, seconds=(1.0, 1.0, 1.0, 1.0), key=0) -> Situation:
     return Situation(jnp.asarray(active), jnp.asarray(seconds, jnp.float32), key)
 
 
-def outcome(accepted, proposed, live, choice=0, seconds=1.0) -> Outcome:
+def outcome(accepted, proposed, live, choice=0, seconds=1.0, active=None) -> Outcome:
+    active = np.sum(live) if active is None else active
     return Outcome(
-        jnp.asarray(choice, jnp.int32), jnp.asarray(live), jnp.asarray(proposed, jnp.int32),
-        jnp.asarray(accepted, jnp.int32), jnp.asarray(seconds, jnp.float32),
+        jnp.asarray(choice, jnp.int32), jnp.asarray(active, jnp.int32), jnp.asarray(live),
+        jnp.asarray(proposed, jnp.int32), jnp.asarray(accepted, jnp.int32), jnp.asarray(seconds, jnp.float32),
     )  # fmt: skip
 
 
@@ -132,6 +133,18 @@ def test_the_bandit_takes_the_best_median_of_its_bucket():
         if active:
             seen[bucket, arm].append((accepted[live].sum() + active) / 0.5)
     assert all(seen.values())
+
+
+def test_the_bandit_learns_where_it_chooses_when_some_requests_only_begin():
+    """Of five in flight one always has its first token, so four speculate: both arms of five in flight are tried."""
+    config = Bandit(lengths=(0, 3), epsilon=0.0)
+    state, chosen = config.init(), []
+    for _ in range(4):
+        arm = int(config.choose(state, situation(5)))
+        live = np.arange(5) > 0
+        state = config.observe(state, outcome([0] * 5, [arm * 3] * 5, live, arm, 1.0 + arm, active=5))
+        chosen.append(arm)
+    assert chosen == [0, 1, 0, 0]
 
 
 def test_the_bandit_explores_with_chance_epsilon_by_its_key_alone():

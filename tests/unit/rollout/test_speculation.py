@@ -29,7 +29,7 @@ def after_rounds(speculation: SpeculationControl, count: int) -> list[int]:
         accepted = jnp.asarray([number % (k + 1), k // 2])
         control, ledger = settle(
             speculation.rule, control, ledger, choice,
-            live=live, proposed=jnp.full(2, k), accepted=accepted, committed=accepted + 1,
+            active=jnp.int32(2), live=live, proposed=jnp.full(2, k), accepted=accepted, committed=accepted + 1,
         )  # fmt: skip
         chosen.append(k)
     speculation.after(Served(None, control, ledger))  # type: ignore[arg-type]
@@ -72,5 +72,5 @@ def test_costs_are_measured_once_and_refused_for_another_setting(tmp_path):
     first, second = (costs_of_run(tmp_path, COSTS.setting, measure) for _ in range(2))
     assert measured == [COSTS.setting] and first == COSTS
     np.testing.assert_array_equal(second.array(), COSTS.array())
-    with pytest.raises(UserError, match="must be measured for device='gpu', not for 'cpu'; measure it anew"):
+    with pytest.raises(UserError, match="must be measured for device='gpu', not for 'cpu'; delete it to measure anew"):
         costs_of_run(tmp_path, {"device": "gpu"}, measure)
