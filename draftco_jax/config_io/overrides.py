@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
@@ -29,9 +30,10 @@ Edits = dict[str, Any]  # name -> text, or the Edits of the component of that na
 def apply_overrides(config: T, overrides: Sequence[str]) -> T:
     """A copy of the config with each ``a.b.c=value`` applied; the value is read by the field's annotation.
 
-    true/false for bool, 3 or 1e-3 for numbers, ``none`` where None is allowed, ``1,2,3`` for tuples. A path set twice
-    takes the last value. All overrides are in place before any component checks itself, so two that only make sense
-    together can be given in any order.
+    true/false for bool, 3 or 1e-3 for numbers, ``none`` where None is allowed, ``1,2,3`` or a JSON list for tuples
+    (texts in which a comma or white space counts need the list: ``["\\n", ", "]``). A path set twice takes the last
+    value. All overrides are in place before any component checks itself, so two that only make sense together can be
+    given in any order.
 
     Raises UserError for an unknown path, a value of another type, or a combination a component refuses.
     """
@@ -106,13 +108,19 @@ def _read_field(text: str, hint: Any, path: str, current: Any) -> Any:
                 f"{path}={text} cannot be given as text: it is a component (now {type(current).__name__}); "
                 "set its fields, or choose another one in the config file"
             ) from error
-        raise UserError(f"{path}={text} must be {describe(hint)}") from error
+        listed = text.startswith("[") and any(typing.get_origin(member) is tuple for member in members(hint))
+        how = "; what starts with [ is read as JSON, so texts in it stand in quotes" if listed else ""
+        raise UserError(f"{path}={text} must be {describe(hint)}{how}") from error
 
 
 def _read(text: str, hint: Any) -> Any:
     """The value a text stands for; ValueError where no member of the annotation can read it."""
+    return _read_by(text, members(hint))
+
+
+def _read_by(text: str, choices: Sequence[Any]) -> Any:
     # None before all others and str after them, since a str can read every text.
-    order = sorted(members(hint), key=lambda member: (member is not types.NoneType, member is str))
+    order = sorted(choices, key=lambda member: (member is not types.NoneType, member is str))
     for member in order:
         try:
             return _read_member(text, member)
@@ -151,10 +159,28 @@ def _one_of(text: str, choices: dict[str, Any]) -> Any:
 
 def _read_tuple(text: str, hint: Any) -> tuple[Any, ...]:
     inner = text.strip()
-    if inner[:1] + inner[-1:] in ("()", "[]"):
-        inner = inner[1:-1]
-    parts = [part.strip() for part in inner.rstrip(", ").split(",")] if inner.strip() else []
+    if inner.startswith("["):
+        parts, read = _json_list(inner), _read_json
+    else:
+        if inner[:1] + inner[-1:] == "()":
+            inner = inner[1:-1]
+        parts, read = [part.strip() for part in inner.rstrip(", ").split(",")] if inner.strip() else [], _read
     hints = tuple_element_hints(hint, len(parts))
     if hints is None:
         raise ValueError(text)
-    return tuple(_read(part, one) for part, one in zip(parts, hints, strict=True))
+    return tuple(read(part, one) for part, one in zip(parts, hints, strict=True))
+
+
+def _json_list(text: str) -> list[Any]:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(text) from error
+
+
+def _read_json(value: Any, hint: Any) -> Any:
+    """An element of a JSON list: a text stays as it is where one is wanted, and nothing else becomes a text."""
+    if isinstance(value, str):
+        return value if str in members(hint) else _read(value, hint)
+    text = "none" if value is None else json.dumps(value)
+    return _read_by(text, [member for member in members(hint) if member is not str])

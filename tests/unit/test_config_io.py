@@ -153,6 +153,24 @@ def test_tuples_of_any_length_are_read():
     assert [draft.layers for draft in read.values()] == [(), (), (5,), (5,), (1, 2, 3)]
 
 
+@dataclass(frozen=True)
+class Words:
+    words: tuple[str, ...] = ()
+    pair: tuple[float, bool | None] = (0.0, None)
+
+
+def test_a_json_list_holds_texts_as_they_are_written():
+    lists = [["\n", ", ", "[a]", ""], [], ['"', "\\n"]]
+    assert [apply_overrides(Words(), [f"words={json.dumps(each)}"]).words for each in lists] == list(map(tuple, lists))
+    assert apply_overrides(Words(), ["words=a, b"]).words == ("a", "b")
+    pair = apply_overrides(Words(), ["pair=[1, null]"]).pair
+    assert pair == (1.0, None) and type(pair[0]) is float
+    assert apply_overrides(Words(), ["pair=[0.5, true]"]).pair == (0.5, True)
+    for text in ('["a"', "[a]", "[1]", "[null]", "[" * 5000):
+        with pytest.raises(UserError, match=r"must be a list in which each is a text; what starts with \[ is read as"):
+            apply_overrides(Words(), [f"words={text}"])
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
