@@ -23,12 +23,14 @@ _NEIGHBOURLY = {"Fuse", "Replace", "ByteFallback", "Strip", "Metaspace"}
 class Detokenizer:
     """One text on its way. ``push`` an id, ``finish`` at the end; both return the characters that are new.
 
-    Example, with a byte-level vocabulary: the two ids of "é" give ``""`` and then ``"é"``.
+    Example, with a byte-level vocabulary: the two ids of "é" give ``""`` and then ``"é"``. With `foreign`, ids beyond
+    the vocabulary are U+FFFD, as in `Tokenizer.decode`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False, foreign: bool = False) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._foreign = foreign
         stages = decoder_stages(tokenizer)
         self._bytes: codecs.IncrementalDecoder | None = None
         if stages == ["ByteLevel"]:
@@ -44,9 +46,9 @@ class Detokenizer:
         self._start = self._given = 0
 
     def push(self, token_id: int) -> str:
-        """Characters that the id completes; raises `UserError` for an id outside the vocabulary."""
+        """Characters that the id completes; raises `UserError` for an id that `Tokenizer.decode` refuses."""
         if not 0 <= token_id < self._tokenizer.vocab_size:
-            self._tokenizer.decode([token_id])  # says so
+            self._decode([token_id])  # says so
         if self._skip_special and token_id in self._special:
             return ""
         if self._bytes is not None:
@@ -77,7 +79,7 @@ class Detokenizer:
         return new[len(old) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special=self._skip_special)
+        return self._tokenizer.decode(ids, skip_special=self._skip_special, foreign=self._foreign)
 
 
 def byte_level_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

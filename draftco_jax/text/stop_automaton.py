@@ -68,15 +68,10 @@ def build_stop_automaton(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
         vocab_size: rows of the model's vocabulary, at least those of the tokenizer, which is the default. Ids that the
             tokenizer does not know complete no string.
 
-    Raises `UserError` for strings that are empty or hold U+FFFD, and for decoders that `Detokenizer` refuses.
+    Raises `UserError` for strings that `require_stop_strings` refuses, and for decoders that `Detokenizer` refuses.
     """
     strings = tuple(dict.fromkeys(strings))
-    for string in strings:
-        if not string or "\ufffd" in string:
-            raise UserError(
-                f"stop string={string!r} must be a text that is not empty and holds no U+FFFD, which stands for any "
-                "broken bytes; correct the list"
-            )
+    require_stop_strings(strings)
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
     tokenizer.require_fits(size)
     Detokenizer(tokenizer)  # refuses decoders whose text cannot be read token by token
@@ -92,6 +87,29 @@ def build_stop_automaton(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
     return StopAutomaton(
         _table_of_runs(delta, len(strings), _Pieces(tokenizer, size, "ByteFallback" in stages)), strings
     )
+
+
+def require_stop_strings(strings: Sequence[str]) -> None:
+    """Refuse, with `UserError`, strings that are empty, that hold U+FFFD, or that no UTF-8 can be."""
+    for string in strings:
+        if not string or "\ufffd" in string:
+            raise UserError(
+                f"stop string={string!r} must be a text that is not empty and holds no U+FFFD, which stands for any "
+                "broken bytes; correct the list"
+            )
+        if any("\ud800" <= char <= "\udfff" for char in string):
+            raise UserError(
+                f"stop string={string!r} must be made of whole characters, not of half a surrogate pair; write the pair"
+            )
+
+
+def automaton_states(tokenizer: Tokenizer, strings: Sequence[str], vocab_size: int | None = None) -> int:
+    """Q of `build_stop_automaton` with these arguments; the table is not made where bytes alone tell."""
+    strings = tuple(dict.fromkeys(strings))
+    if strings and decoder_stages(tokenizer) == ["ByteLevel"]:
+        require_stop_strings(strings)
+        return len(byte_automaton(strings))
+    return len(build_stop_automaton(tokenizer, strings, vocab_size).table)
 
 
 def byte_automaton(strings: Sequence[str]) -> Int32[np.ndarray, "N 256"]:

@@ -79,10 +79,11 @@ def find_response_end(
     """The end of a response in ids that may go on behind it.
 
     A stop string may span tokens, start or end within one, and hold characters of several bytes. The token that
-    completes it is the last one of the response, since the policy wrote it whole. Special tokens are part of the text.
+    completes it is the last one of the response, since the policy wrote it whole. Special tokens are part of the text;
+    ids beyond the tokenizer's, which a policy with more rows may write, are U+FFFD in it.
     """
     stops = set(stop_ids)
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer, foreign=True)
     matcher = StringMatcher(stop_strings) if stop_strings else None
     text = ""
     starts: set[int] = {0}
@@ -112,5 +113,5 @@ def _completing(tokenizer: Tokenizer, ids: list[int], whole: int, text: str) -> 
 
     Bytes that were held back may have made it some tokens before they were given out.
     """
-    texts = ((n, tokenizer.decode(ids[:n], skip_special=False)) for n in range(whole + 1, len(ids)))
+    texts = ((n, tokenizer.decode(ids[:n], skip_special=False, foreign=True)) for n in range(whole + 1, len(ids)))
     return next((found for found in texts if found[1].startswith(text)), None)

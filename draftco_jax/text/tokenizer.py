@@ -135,23 +135,26 @@ class Tokenizer:
         self._require_known(text, encoding, control_tokens=True)
         return EncodedText(tuple(encoding.ids), tuple((start, end) for start, end in encoding.offsets))
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True, foreign: bool = False) -> str:
         """Text of the ids.
 
         ``skip_special=False`` writes special tokens out. A verifier needs that: skipping them would turn ``9 [pad] 32``
         into the answer 932. An id in a gap of the vocabulary is written as U+FFFD for the same reason.
+        ``foreign=True`` writes ids beyond the vocabulary so too, which a model with more rows may draw; else they raise
+        `UserError`, as negative ones do.
         """
         plain_ids = [int(token_id) for token_id in ids]
-        if plain_ids and not (0 <= min(plain_ids) and max(plain_ids) < self.vocab_size):
-            wrong = next(token_id for token_id in plain_ids if not 0 <= token_id < self.vocab_size)
+        beyond = {token_id for token_id in plain_ids if not 0 <= token_id < self.vocab_size}
+        if beyond and not (foreign and min(beyond) >= 0):
+            wrong = next(token_id for token_id in plain_ids if token_id in beyond and not (foreign and token_id >= 0))
             raise UserError(
                 f"token id={wrong} must be in 0..{self.vocab_size - 1}; decode with the tokenizer that made the ids"
             )
-        if self._gaps.isdisjoint(plain_ids):
+        if not beyond and self._gaps.isdisjoint(plain_ids):
             return self._backend.decode(plain_ids, skip_special_tokens=skip_special)
         parts: list[list[int]] = [[]]
         for token_id in plain_ids:
-            parts.append([]) if token_id in self._gaps else parts[-1].append(token_id)
+            parts.append([]) if token_id in self._gaps or token_id in beyond else parts[-1].append(token_id)
         return "\ufffd".join(self._backend.decode(part, skip_special_tokens=skip_special) for part in parts)
 
     def save(self, directory: str | Path) -> None:

@@ -51,6 +51,21 @@ def test_any_ids_whatever_give_the_text_of_all_at_once(model_folder, name, skip_
         )
 
 
+@pytest.mark.parametrize("name", ["bytes", "metaspace", "characters"])
+def test_ids_beyond_the_vocabulary_are_replacement_characters_where_asked_for(model_folder, name):
+    tokenizer = Tokenizer.load(model_folder(name))
+    fox, beyond = tokenizer.encode_continuation("ab"), tokenizer.vocab_size
+    assert tokenizer.decode([*fox, beyond, *fox, beyond + 7], foreign=True) == "ab\ufffdab\ufffd"
+    rng = random.Random(1)
+    for _ in range(100):
+        ids = [rng.choice([rng.randrange(beyond), beyond, beyond + 1]) for _ in range(rng.randrange(1, 12))]
+        whole = tokenizer.decode(ids, skip_special=False, foreign=True)
+        assert "".join(pieces(tokenizer, ids, foreign=True)) == whole
+    for wrong in ([beyond], [beyond, -1]):
+        with pytest.raises(UserError, match=f"token id={wrong[-1]} must be in 0"):
+            tokenizer.decode(wrong, foreign=len(wrong) == 2)
+
+
 def test_the_arithmetic_tokenizer_reads_token_by_token():
     assert pieces(arithmetic_tokenizer(), [3, 0, 4]) == ["0", "[pad]", "1", ""]
 

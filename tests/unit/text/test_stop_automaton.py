@@ -11,7 +11,7 @@ import pytest
 import draftco_jax
 from draftco_jax.errors import UserError
 from draftco_jax.text import stop_automaton
-from draftco_jax.text.stop_automaton import StopAutomaton, build_stop_automaton, byte_automaton
+from draftco_jax.text.stop_automaton import StopAutomaton, automaton_states, build_stop_automaton, byte_automaton
 from draftco_jax.text.stop_strings import find_response_end
 from draftco_jax.text.tokenizer import Tokenizer
 
@@ -93,6 +93,24 @@ def test_the_first_hit_is_where_the_text_ends(model_folder, name, strings):
     for ids in sequences(tokenizer, strings, 40):
         hit = first_hit(automaton, ids)
         assert hit == oracle(tokenizer, ids, strings), [tokenizer.backend.id_to_token(i) for i in ids]
+        found += hit is not None
+    assert found >= 4
+
+
+@pytest.mark.parametrize(
+    "name, strings", [("bytes", ["🦊", "fox"]), ("characters", ["END"]), ("metaspace", ["he", "🦊"])]
+)
+def test_ids_beyond_the_tokenizer_part_a_string_and_never_complete_one(model_folder, name, strings):
+    """A policy with more rows may write them; table and text agree about what comes behind."""
+    tokenizer = Tokenizer.load(model_folder(name))
+    beyond = tokenizer.vocab_size
+    automaton = build_stop_automaton(tokenizer, strings, beyond + 2)
+    assert automaton_states(tokenizer, strings, beyond + 2) == len(automaton.table)
+    rng, found = random.Random(2), 0
+    for ids in sequences(tokenizer, strings, 40):
+        mixed = [token for each in ids for token in ([each, beyond + 1] if rng.random() < 0.1 else [each])]
+        hit = first_hit(automaton, mixed)
+        assert hit == as_generated(tokenizer, mixed, strings)
         found += hit is not None
     assert found >= 4
 
