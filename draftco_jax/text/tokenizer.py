@@ -131,7 +131,7 @@ class Tokenizer:
 
         Nothing is added before or after. Never for a text of a user's alone: "<|im_end|>" ends a turn here.
         """
-        encoding = self._marked_backend.encode(text, add_special_tokens=False)
+        encoding = self._encoded(self._marked_backend, text, add_special_tokens=False)
         self._require_known(text, encoding, control_tokens=True)
         return EncodedText(tuple(encoding.ids), tuple((start, end) for start, end in encoding.offsets))
 
@@ -195,12 +195,15 @@ class Tokenizer:
         return copy
 
     def _checked(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
-        try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # a model without an unknown token raises bare Exception
-            raise self._unknown_characters(text) from error
+        encoding = self._encoded(self._backend, text, add_special_tokens=add_special_tokens)
         self._require_known(text, encoding, control_tokens=False)
         return encoding
+
+    def _encoded(self, backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        try:
+            return backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # a model without an unknown token raises bare Exception
+            raise self._unknown_characters(text) from error
 
     def _require_known(self, text: str, encoding: tokenizers.Encoding, *, control_tokens: bool) -> None:
         """No character of the text may have become the unknown token, or nothing at all."""
