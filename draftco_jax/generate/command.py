@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from rich.console import Console
 
@@ -62,29 +62,39 @@ def generate_file(
             )
         for response in generator.run(lambda done: progress.update(done, {})):
             tokens += len(response.tokens)
-            file.write(json.dumps(_record(lines[response.index], response), ensure_ascii=False) + "\n")
+            file.write(_record(lines[response.index], response))
             file.flush()
     return _closing_line(len(lines), cfg.samples, tokens, time.perf_counter() - started, generator.stats, out)
 
 
-def _record(line: PromptLine, response: Response) -> dict[str, Any]:
-    return {"given": line.given, "prompt_tokens": len(line.ids)} | response._asdict()
+def _record(line: PromptLine, response: Response) -> bytes:
+    record: dict[str, Any] = {"given": line.given, "prompt_tokens": len(line.ids)} | response._asdict()
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except ValueError as error:  # what the line holds has been read with this in mind
+        raise UserError(
+            f"{line.place}: log-probs of its response must be finite, but some are not; look at the policy's weights"
+        ) from error
 
 
 def _lines(prompts: str, form: Format | None) -> tuple[list[str], str, Format]:
-    if prompts == STANDARD:
-        return sys.stdin.readlines(), "standard input", form or "text"
+    """Lines end at line feeds alone: a text may hold the other characters at which Python would part it."""
     try:
-        lines = Path(prompts).read_text(encoding="utf-8").splitlines()
+        read = sys.stdin.buffer.read() if prompts == STANDARD else Path(prompts).read_bytes()
+        lines = read.decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {prompts} cannot be read ({error}); give a text file, or - for input") from error
-    return lines, prompts, form or ("jsonl" if prompts.endswith(".jsonl") else "text")
+        raise UserError(
+            f"--prompts {prompts} cannot be read ({error}); give a text file in UTF-8, or - for input"
+        ) from error
+    name = "standard input" if prompts == STANDARD else prompts
+    return lines, name, form or ("jsonl" if prompts.endswith(".jsonl") else "text")
 
 
 @contextmanager
-def _opened(out: str) -> Iterator[TextIO]:
+def _opened(out: str) -> Iterator[BinaryIO]:
+    """For bytes, so that what is written is UTF-8 wherever it goes."""
     try:
-        opened = nullcontext(sys.stdout) if out == STANDARD else open(out, "w", encoding="utf-8")  # noqa: SIM115
+        opened = nullcontext(sys.stdout.buffer) if out == STANDARD else open(out, "wb")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
     with opened as file:

@@ -13,13 +13,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from draftco_jax.errors import UserError
+from draftco_jax.text.stop_automaton import require_stop_strings
 
 _NUMBERS = ("temperature", "top_p", "min_p")
 _COUNTS = ("top_k", "min_tokens", "max_tokens", "seed")
+_LEAST = {"min_tokens": 0, "max_tokens": 1}
 MOST_SEED = 2**32 - 1
 
 
@@ -48,19 +51,22 @@ def read_line_options(given: dict[str, Any]) -> LineOptions:
     """The options in an object; other keys are not looked at.
 
     Raises:
-        UserError: a value is not of its kind. Whether numbers make sense is for those who use them to say.
+        UserError: a value is not of its kind, or a length or a seed is none. Whether other numbers make sense is for
+            those who use them to say.
     """
     values = {each.name: given[each.name] for each in fields(LineOptions) if given.get(each.name) is not None}
     for name in _NUMBERS:
         if name in values:
             if type(values[name]) not in (int, float):
                 raise UserError(f"{name}={values[name]!r} must be a number; leave it out for the setting of the file")
-            values[name] = float(values[name])
+            values[name] = _finite(name, values[name])
     for name in _COUNTS:
         if name in values and type(values[name]) is not int:
             raise UserError(f"{name}={values[name]!r} must be a whole number; leave it out for the setting of the file")
-    if not 0 <= values.get("seed", 0) <= MOST_SEED:
-        raise UserError(f"seed={values['seed']} must be in 0..{MOST_SEED}; choose another")
+    for name, least in _LEAST.items():
+        if values.get(name, least) < least:
+            raise UserError(f"{name}={values[name]} must be >= {least}; leave it out for the setting of the file")
+    require_seed(values.get("seed", 0))
     if "stop" in values:
         values["stop"] = _texts(values["stop"])
     if "stop_token_ids" in values:
@@ -68,10 +74,27 @@ def read_line_options(given: dict[str, Any]) -> LineOptions:
     return LineOptions(**values)
 
 
+def require_seed(seed: int) -> None:
+    """Refuse numbers that `jax.random.key` does not tell apart from others: it reads 32 bits."""
+    if not 0 <= seed <= MOST_SEED:
+        raise UserError(f"seed={seed} must be in 0..{MOST_SEED}; choose another")
+
+
+def _finite(name: str, value: int | float) -> float:
+    try:
+        number = float(value)
+    except OverflowError:  # of a whole number
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{name} must be a finite number, and what is given is beyond all of them; lower it")
+    return number
+
+
 def _texts(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"stop={value!r} must be a text that is not empty, or a list of such; [] for none")
+    require_stop_strings(texts)
     return tuple(texts)
 
 

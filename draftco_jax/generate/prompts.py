@@ -8,7 +8,8 @@
 | `{"tokens": [2, 6, ...]}` | ids, taken as they are |
 
 An object may also say how its own responses are made (`generate.line_options`). Other keys are not looked at and come
-out with the response. Lines of white space are skipped.
+out with the response, so an object must be one that JSON in UTF-8 can hold. A line ends at a line feed, with or without
+a carriage return before it, and nowhere else. Lines of white space are skipped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from draftco_jax.text.tokenizer import Tokenizer
 
 Format = Literal["text", "jsonl"]
 _KINDS = ("prompt", "messages", "tokens")
+_MOST_LEVELS = 64
+"""Of lists and objects in one another. Well below what reading, templates and writing can go down to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class PromptLine:
     given: dict[str, Any] = field(default_factory=dict[str, Any])
     """The object of the line; of a text `{"prompt": text}`."""
     options: LineOptions = LineOptions()
+    turn_ends: tuple[int, ...] = ()
+    """Of a conversation: ids that end a response to it, by the chat template and the files of the folder."""
 
 
 def read_prompts(lines: Iterable[str], name: str, form: Format, folder: Path, tokenizer: Tokenizer) -> list[PromptLine]:
@@ -53,9 +58,11 @@ def read_prompts(lines: Iterable[str], name: str, form: Format, folder: Path, to
     for number, line in enumerate(lines, start=1):
         if line.strip():
             place = f"{name} line {number}"
-            given = {"prompt": line.rstrip("\r\n")} if form == "text" else _object(line, place)
-            options = _options(given, place)
-            found.append(PromptLine(place=place, ids=encode(given, place), given=given, options=options))
+            text = line.removesuffix("\n").removesuffix("\r")
+            given = {"prompt": text} if form == "text" else _object(text, place)
+            options, ids = _options(given, place), encode(given, place)
+            ends = encode.turn_ends if "messages" in given else ()
+            found.append(PromptLine(place=place, ids=ids, given=given, options=options, turn_ends=ends))
     if not found:
         raise UserError(f"{name} holds no prompt; give one a line")
     return found
@@ -79,6 +86,11 @@ class _Encoder:
         if not ids:
             raise UserError(f"{place}: {kinds[0]} makes no tokens; a prompt has one at least")
         return ids
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Ids that end the assistant's turn; none before the first conversation."""
+        return () if self._chat is None else self._chat.stops.ids
 
     def _text(self, value: Any) -> tuple[int, ...]:
         if not isinstance(value, str):
@@ -107,10 +119,41 @@ def _options(given: dict[str, Any], place: str) -> LineOptions:
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
+    deep = f"{place} must have at most {_MOST_LEVELS} lists and objects in one another; flatten it"
     try:
-        value = json.loads(line)
+        value = json.loads(line, parse_constant=_no_number)
+    except RecursionError as error:
+        raise UserError(deep) from error
     except ValueError as error:
         raise UserError(f"{place} is not JSON ({error}); use --format text for a text a line") from error
     if not isinstance(value, dict):
         raise UserError(f'{place} must be an object such as {{"prompt": "..."}}; correct it')
+    if _levels(value) > _MOST_LEVELS:
+        raise UserError(deep)
+    _require_writable(value, place)
     return value
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _levels(value: Any) -> int:
+    levels, level = 0, [value]
+    while level := [each for each in level if isinstance(each, (dict, list))]:
+        levels += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return levels
+
+
+def _require_writable(value: dict[str, Any], place: str) -> None:
+    """Refuse now what could not be written with the responses."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise UserError(
+            f"{place} holds {half!r}, half of a surrogate pair, which is no character; correct it"
+        ) from error
+    except ValueError as error:  # a number such as 1e999 is read as infinite
+        raise UserError(f"{place} holds a number beyond all finite ones; write it as a text, or lower it") from error

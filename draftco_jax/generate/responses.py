@@ -25,7 +25,7 @@ class Response(NamedTuple):
     logprobs: list[float]
     """Of each token, by the law it was drawn from, in nats."""
     text: str
-    """Without what ended it."""
+    """Without what ended it. Ids that the policy has and its tokenizer has not are U+FFFD."""
     stop_reason: Reason
     stop: int | str | None
     """The id or the string."""

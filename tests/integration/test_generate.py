@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 
+import jax
 import pytest
 
 from draftco_jax.cli import main
@@ -13,7 +15,7 @@ from draftco_jax.config import resolve_checkpoint
 from draftco_jax.decoding.engine import Engine
 from draftco_jax.errors import UserError
 from draftco_jax.generate import GenerateConfig, Generator, load_model
-from draftco_jax.generate.prompts import read_prompts
+from draftco_jax.generate.prompts import PromptLine, read_prompts
 from draftco_jax.numerics.sampling import SamplingConfig
 
 POLICY = "shipped:arithmetic2/policy"
@@ -30,6 +32,10 @@ def plain():
 @pytest.fixture(scope="module")
 def drafted():
     return load_model(FOLDER, str(resolve_checkpoint("shipped:arithmetic2/draft")))
+
+
+def standard_input(text):
+    return io.TextIOWrapper(io.BytesIO(text.encode()))
 
 
 def responses(model, cfg, texts=TEXTS, form="text"):
@@ -66,7 +72,7 @@ def test_each_line_of_a_file_has_its_own_settings(plain, greedy):
         {"prompt": TEXTS[1], "top_k": 1, "stop": [], "max_tokens": 3},
         {"prompt": TEXTS[2], "temperature": 0, "stop": [], "stop_token_ids": [third]},
         {"prompt": TEXTS[1], "temperature": 0, "stop": [], "min_tokens": whole + 1},
-        *({"prompt": TEXTS[0], "seed": seed, "stop": []} for seed in (7, 8, 7)),
+        *({"prompt": TEXTS[0], "seed": seed, "stop": [], "temperature": 3} for seed in (7, 8, 7)),
     ]
     cfg = GenerateConfig(max_new_tokens=40, slots=2, stop_strings=(string,))
     cut, free, short, by_id, long, *seeded = responses(plain, cfg, [json.dumps(line) for line in lines], "jsonl")[0]
@@ -109,7 +115,8 @@ def responses_of(model, cfg, texts=TEXTS[:1], form="text"):
     [
         ({"temperature": -1}, "temperature=-1.0 must be 0"),
         ({"max_tokens": -5}, "max_tokens=-5 must be >= 1"),
-        ({"min_tokens": 41}, "min_tokens=41 must be in 0..max_tokens=40"),
+        ({"min_tokens": 41}, "min_tokens=41 must be <= max_new_tokens=40"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens=3 must be <= max_tokens=2"),
         ({"stop_token_ids": [99999]}, "must lie in 0.."),
     ],
 )
@@ -121,8 +128,8 @@ def test_a_line_that_asks_for_what_cannot_be_is_refused_by_its_place(plain, aske
 
 def test_the_command_writes_a_line_for_each_response(tmp_path, monkeypatch, capsys, greedy):
     """Of a file that takes two calls, the second of which has a row to spare."""
-    monkeypatch.setattr("draftco_jax.generate._ROWS_OF_A_CALL", 2)
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS) + "\n"))
+    monkeypatch.setattr("draftco_jax.generate.ROWS_OF_A_CALL", 2)
+    monkeypatch.setattr("sys.stdin", standard_input("\n".join(TEXTS) + "\n"))
     out = tmp_path / "responses.jsonl"
     settings = ["sampling.temperature=0", "max_new_tokens=40"]
     options = [part for setting in settings for part in ("--set", setting)]
@@ -143,14 +150,61 @@ def test_the_command_writes_a_line_for_each_response(tmp_path, monkeypatch, caps
         ([POLICY, "--prompts", "-", "--draft", POLICY], "holds no draft that is known here"),
         ([POLICY, "--prompts", "-", "--draft", "shipped:arithmetic3/draft"], "is not for"),
         ([POLICY, "--prompts", "-", "--slots", "0"], "slots=0 must be >= 1"),
+        ([POLICY, "--prompts", "-", "--set", "seed=99999999999999999999"], "must be in 0..4294967295"),
+        ([POLICY, "--prompts", "-", "--set", "min_tokens=-1"], "min_tokens=-1 must be >= 0"),
+        ([POLICY, "--prompts", "-", "--set", "min_tokens=257"], "min_tokens=257 must be <= max_new_tokens=256"),
+        ([POLICY, "--prompts", "-", "--set", 'stop_strings=["\\ud800"]'], "half a surrogate pair"),
+        ([POLICY, "--prompts", "-", "--set", 'stop_strings=["a'], "read as JSON"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(arguments, says, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n"))
+    monkeypatch.setattr("sys.stdin", standard_input("12+34=\n"))
     monkeypatch.setattr(Engine, "stream", lambda *_, **__: pytest.fail("nothing is generated"))
     assert main(["generate", *arguments]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and says in said[0], said
+
+
+def test_stop_strings_of_the_command_are_a_json_list(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("draftco_jax.generate.command.generate_file", lambda cfg, *_, **__: seen.append(cfg) or "")
+    assert main(["generate", POLICY, "--prompts", "-", "--set", r'stop_strings=["\n", ", ", " ;"]']) == 0
+    assert seen[0].stop_strings == ("\n", ", ", " ;")
+
+
+def test_a_line_is_given_what_it_can_have(plain):
+    """The file's least number of tokens is capped at a line's most; slots at responses; seeds share no key."""
+    lines = [{"prompt": "1", "max_tokens": 5}, {"prompt": "1"}, {"prompt": "1", "seed": 3, "stop": ["1", "2"]}]
+    generator = responses_of(plain, replace(GREEDY, min_tokens=9, seed=3, slots=64), map(json.dumps, lines), "jsonl")
+    assert [each.min_tokens for each in generator.options] == [5, 9, 9]
+    assert generator._slots.slots == 3
+    # Roots of prompts and keys of samples, as numbers: the line's seed is the file's.
+    root, rows = jax.random.key(3), [(2, sample) for sample in range(4)]
+    of_line = {tuple(key) for key in jax.random.key_data(generator._keys(rows)).tolist()}
+    others = [root, *(jax.random.fold_in(root, number) for number in range(4))]
+    assert len(of_line) == 4 and of_line.isdisjoint(tuple(jax.random.key_data(key).tolist()) for key in others)
+    ready = [generator._prepared([(p, 0)]) for p in range(3)]
+    assert {each.stop_table.complete.shape for each in ready} == {(1 + 4,)}  # of none; empty, any and two strings
+
+
+def test_an_end_of_turn_ends_a_response_to_a_conversation_alone(plain):
+    prompts = [
+        PromptLine(place="p", ids=(2, 4), turn_ends=(31, plain.tokenizer.eos_id)),
+        PromptLine(place="q", ids=(2, 4)),
+    ]
+    generator = Generator(plain, GREEDY, prompts)
+    assert [set(each.stop_ids) for each in generator.options] == [{31, *plain.stop_ids}, set(plain.stop_ids)]
+    assert generator._sizes.stop_ids == 2
+
+
+def test_a_tokenizer_that_cannot_be_read_token_by_token_is_refused_at_once(tmp_path):
+    for file in FOLDER.iterdir():
+        shutil.copy(file, tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["decoder"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=f"tokenizer of {tmp_path}: decoder=none must be ByteLevel"):
+        load_model(tmp_path, None)
 
 
 def test_a_draft_length_beyond_the_draft_is_refused(plain):
