@@ -56,3 +56,5 @@ def test_the_text_before_a_stop_string_behind_min_tokens_keeps_earlier_ones():
     tokenizer = Tokenizer(backend, eos_token="[end]")
     assert before_stop_string(tokenizer, [1, 3, 2, 4], ("x", "ab"), 2) == ("ab", "abb")
     assert before_stop_string(tokenizer, [2, 2, 4], ("ab",), 0) == ("ab", "a")
+    # An id that the tokenizer has not, of a policy with more rows, is text too.
+    assert before_stop_string(tokenizer, [9, 2, 4], ("ab",), 0) == ("ab", "\ufffd")
