@@ -249,10 +249,15 @@ def _check_draft(cfg: RunConfig) -> None:
 
 
 def _check_tree(cfg: RunConfig) -> None:
-    if (cfg.verification == "tree") != (cfg.tree is not None):
-        raise ValueError(f"tree={cfg.tree} must go with verification=tree, not {cfg.verification}; change one of them")
     if cfg.tree is None:
+        if cfg.verification == "tree":
+            raise ValueError(
+                "tree=None must be a TreeConfig with verification=tree; give one in the config file, or verify token or "
+                "block"
+            )
         return
+    if cfg.verification != "tree":
+        raise ValueError(f"tree={cfg.tree} must be none with verification={cfg.verification}; use verification=tree")
     if len(cfg.tree.widths) != cfg.draft_length:
         raise ValueError(
             f"tree.widths={cfg.tree.widths} must be as many as draft_length={cfg.draft_length}; change one of them"

@@ -44,7 +44,8 @@ BAD_SETTINGS = [
     (["rollout.sampling.temperature=0"], "temperature=0.0 must be > 0", "in training", "; use "),
     (["draft.hidden_size=64"], "hidden_size=64 must equal the policy's 96", "use Eagle3Config.for_target"),
     (["speculation=sometimes"], "speculation=sometimes must be one of off, frozen, cotrained"),
-    (["verification=tree"], "verification=tree must be one of token, block"),
+    (["verification=forest"], "verification=forest must be one of token, block, tree"),
+    (["verification=tree"], "tree=None must be a TreeConfig with verification=tree", "in the config file"),
     (
         ["policy_checkpoint=shipped:arithmetic3/policy"],
         "policy_checkpoint=shipped:arithmetic3/policy",

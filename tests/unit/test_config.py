@@ -245,8 +245,8 @@ def test_later_settings_change_nothing_that_is_there():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tree": None}, "tree=None must go with verification=tree, not tree"),
-        ({"verification": "block"}, "must go with verification=tree, not block"),
+        ({"tree": None}, "tree=None must be a TreeConfig with verification=tree"),
+        ({"verification": "block"}, "must be none with verification=block; use verification=tree"),
         ({"draft_length": 3}, "tree.widths=\\(2, 1\\) must be as many as draft_length=3"),
         ({"speculation": "off"}, "speculation=off must be frozen or cotrained with verification=tree"),
         ({"rollout": {"slots": 4}}, "rollout.slots=4 must be none with verification=tree"),

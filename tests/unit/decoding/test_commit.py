@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from draftco_jax.decoding.engine import EngineShape, Request, _commit, no_context
-from draftco_jax.decoding.records import Response, Stats, assemble
+from draftco_jax.decoding.records import Response, Stats, Verified, assemble
 from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.numerics.sampling import SamplingConfig
 
 SHAPE = EngineShape(prompt_capacity=3, max_new_tokens=8, stop_ids=(8, 9), pad_id=0)
 K = 3
 KEY = jax.random.key(0)
-COMMIT = jax.jit(_commit, static_argnums=6)
+COMMIT = jax.jit(_commit, static_argnums=3)
 
 
 def start(first_tokens: list[int]) -> tuple[Response, Stats]:
@@ -30,7 +30,9 @@ def commit(
 ):
     block = jnp.asarray(tokens, jnp.int32)
     counts = [jnp.asarray(n, jnp.int32) for n in (accepted, proposed or [K] * len(accepted))]
-    return COMMIT(out, stats, block, -block.astype(jnp.float32), *counts, shape)
+    unread = jnp.zeros((*block.shape, 0))  # features, which are not committed
+    verified = Verified(block, -block.astype(jnp.float32), *counts, block, unread, unread)
+    return COMMIT(out, stats, verified, shape)
 
 
 def texts(out: Response) -> list[list[int]]:
