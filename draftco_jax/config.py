@@ -252,8 +252,8 @@ def _check_tree(cfg: RunConfig) -> None:
     if cfg.tree is None:
         if cfg.verification == "tree":
             raise ValueError(
-                "tree=None must be a TreeConfig with verification=tree; give one in the config file, or verify token or "
-                "block"
+                "tree=None must be a TreeConfig with verification=tree; give one in the config file, or verify token "
+                "or block"
             )
         return
     if cfg.verification != "tree":
