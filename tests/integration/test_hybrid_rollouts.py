@@ -256,6 +256,7 @@ def test_log_probs_of_sampled_text_are_those_of_one_packed_reading(family):
     np.testing.assert_allclose(rollouts.logprobs[response], again[response], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stacked_layers_roll_out_as_layers_one_by_one():
     policy, k, compute = policy_of(DEEP), 4, ComputeConfig(scan_layers=True)
     graph = graph_of(partial(policy.cfg.build, compute=compute))
@@ -270,7 +271,7 @@ def test_stacked_layers_roll_out_as_layers_one_by_one():
     jax.tree.map(np.testing.assert_array_equal, published.policy, weights.policy)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5_moe", marks=pytest.mark.slow), "llama"])
 def test_bfloat16_speculative_text_is_plain_text(family):
     policy, k = policy_of(family), 4
     plain = policy.roll(policy.request(policy.script(0)), 0, BFLOAT16)

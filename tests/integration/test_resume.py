@@ -19,7 +19,6 @@ from draftco_jax.errors import UserError
 from draftco_jax.run import resume_data, start_or_resume
 from draftco_jax.starting_weights import load_models
 
-ARMS = ("off", "frozen", "cotrained")
 
 # Long enough that a kill finds the run in the middle, whatever else the machine is doing.
 KILL_OVERRIDES = ("steps=24", "checkpoint.every_steps=8", "evaluation.every_steps=5")
@@ -70,7 +69,9 @@ def test_kill_9_and_resume_twice_equals_a_run_that_was_not_killed(start, lines, 
     assert (killed / "report.html").is_file()
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(
+    "arm", ["cotrained", *(pytest.param(arm, marks=pytest.mark.slow) for arm in ("off", "frozen"))]
+)
 def test_bug_case_b104_interrupted_and_resumed_again_and_again(arm, finished, train, lines, checkpoint, tmp_path):
     config, whole, _ = finished(arm)
     run_dir = tmp_path / "run"
