@@ -19,7 +19,6 @@ from draftco_jax.errors import UserError
 from draftco_jax.run import resume_data, start_or_resume
 from draftco_jax.starting_weights import load_models
 
-
 # Long enough that a kill finds the run in the middle, whatever else the machine is doing.
 KILL_OVERRIDES = ("steps=24", "checkpoint.every_steps=8", "evaluation.every_steps=5")
 KILL_SECONDS = 240
