@@ -86,7 +86,9 @@ def ragged_batch(rows: int = 8, tokens: int = 24) -> PackedBatch:
     )
 
 
-@pytest.mark.parametrize("family", DRAFTS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow) if name in ("dspark", "dflash") else name for name in DRAFTS]
+)
 def test_joint_update_on_four_devices_equals_one(family):
     draft_cfg, policy_graph, policy, draft_graph, draft = models_of(DRAFTS[family])
     spec = ObjectiveSpec(

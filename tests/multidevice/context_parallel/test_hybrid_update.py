@@ -105,7 +105,10 @@ class Setup:
         return value, gradients
 
 
-@pytest.fixture(scope="module", params=POLICIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow) if name == "qwen3_5_moe" else name for name in POLICIES],
+)
 def setup(request):
     return Setup(request.param)
 

@@ -124,7 +124,10 @@ class Setup:
         return lambda weight=1.0: jax.device_get(run(self.params, batch, jnp.float32(weight), *rest))
 
 
-@pytest.fixture(scope="module", params=DRAFTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow) if name in ("dspark", "mtp") else name for name in DRAFTS],
+)
 def setup(request):
     return Setup(request.param)
 

@@ -62,8 +62,10 @@ def exact(cases):
 
 @pytest.mark.parametrize(
     ("sizes", "microbatches", "draft_dtype"),
-    [({"stage": 2, "tensor": 2}, 4, "float32"), ({"stage": 2, "context": 2}, 2, "bfloat16")],
-    ids=["tensor", "context"],
+    [
+        pytest.param({"stage": 2, "tensor": 2}, 4, "float32", id="tensor"),
+        pytest.param({"stage": 2, "context": 2}, 2, "bfloat16", marks=pytest.mark.slow, id="context"),
+    ],
 )
 def test_bfloat16_over_stages_is_as_good_as_on_one_device(cases, exact, sizes, microbatches, draft_dtype):
     low, batch = setup(cases, LOW, draft_dtype), cases.batch_of_rows(ROWS)

@@ -23,12 +23,14 @@ MESHES = {
 }
 SMALL = {"2x1x2x1": {"stage": 2, "tensor": 2}}
 EVERY_DAY = [
-    ("8x1x1x1", "eagle3", 8, 1, {}),
     ("4x2x1x1", "dflash", 6, 1, {}),
     ("2x2x2x1", "dspark", 5, 1, {}),  # a round of four, and one that lacks a group
     ("2x2x1x2", "eagle3", 4, 2, {}),
     ("1x4x2x1", "mtp", 2, 1, {}),
-    ("4x1x2x1", "dflash", 4, 2, {"draft_placement": "last_stage", "head_placement": "last_stage"}),
+    pytest.param(
+        *("4x1x2x1", "dflash", 4, 2, {"draft_placement": "last_stage", "head_placement": "last_stage"}),
+        marks=pytest.mark.slow,
+    ),
 ]
 EVERY = [
     (mesh, draft, count, chunks, {})

@@ -92,8 +92,10 @@ def test_experts_over_their_own_axis_equal_one_device(cases):
 
 @pytest.mark.parametrize(
     ("policy", "sizes", "counts"),
-    [(delta, {"stage": 2, "context": 2}, None), (mamba, {"stage": 2, "tensor": 2}, (4, 2))],
-    ids=["delta net", "mamba, uneven"],
+    [
+        pytest.param(delta, {"stage": 2, "context": 2}, None, marks=pytest.mark.slow, id="delta net"),
+        pytest.param(mamba, {"stage": 2, "tensor": 2}, (4, 2), id="mamba, uneven"),
+    ],
 )
 def test_hybrids_equal_one_device(cases, policy, sizes, counts):
     """Stages whose layers differ in kind and number: some pass slots of the common program.
@@ -164,7 +166,11 @@ def test_a_head_on_all_stages_and_one_on_the_last_give_the_same(cases, setup_of,
 
 
 @pytest.mark.parametrize(
-    ("sizes", "microbatches"), [({"stage": 2}, 2), ({"stage": 2, "tensor": 2}, 4)], ids=["stages", "dealt over tensor"]
+    ("sizes", "microbatches"),
+    [
+        pytest.param({"stage": 2}, 2, marks=pytest.mark.slow, id="stages"),
+        pytest.param({"stage": 2, "tensor": 2}, 4, id="dealt over tensor"),
+    ],
 )
 def test_the_policys_steps_do_not_know_lambda_bit_for_bit(cases, setup_of, sizes, microbatches):
     """Gradients and two steps, each more than once: devices run in another order every time."""
