@@ -184,7 +184,8 @@ def test_the_slowest_request_ends_as_soon_as_it_can():
 def test_length_aware_learns_from_rounds():
     rule = LengthAware(budget=2, longest=2)
     one = jnp.asarray([1], jnp.int32)
-    seen = Outcome(jnp.asarray(0, jnp.int32), jnp.asarray([True]), 2 * one, one, jnp.asarray(1.0, jnp.float32))
+    index, active = jnp.asarray(0, jnp.int32), jnp.asarray(1, jnp.int32)
+    seen = Outcome(index, active, jnp.asarray([True]), 2 * one, one, jnp.asarray(1.0, jnp.float32))
     rates = rule.estimate.rates(rule.observe(rule.init(), seen))
     np.testing.assert_allclose(rates, [(1 + 14) / 21, 14 / 21], rtol=1e-6)
 
