@@ -156,7 +156,7 @@ def _add_generate_options(generate: argparse.ArgumentParser) -> None:
 
 
 def _add_convert_options(convert: argparse.ArgumentParser) -> None:
-    convert.add_argument("source", metavar="SOURCE", help="a policy, a draft or a run directory")
+    convert.add_argument("source", metavar="SOURCE", help="a policy, a draft, a run directory or a GGUF file")
     convert.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     convert.add_argument("--dtype", metavar="NAME", help="bfloat16, float32 or float16 (default: as the source)")
     convert.add_argument("--kind", metavar="KIND", help="policy or draft (default: what SOURCE is, both of a run)")

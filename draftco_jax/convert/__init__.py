@@ -3,13 +3,15 @@
     policy folder   -> OUT, as transformers writes it, with tokenizer, chat template and generation settings
     draft folder    -> OUT, in its family's official layout
     run directory   -> OUT/policy and, where a draft was trained, OUT/draft, of one checkpoint
+    GGUF file       -> OUT, a policy with its tokenizer, dequantised
 
 Everything is written into a folder beside OUT and renamed when it is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from typing import Any
 import numpy as np
 
 from draftco_jax.config import resolve_checkpoint
+from draftco_jax.convert.gguf_file import is_gguf, read_gguf
+from draftco_jax.convert.gguf_policy import config_of, params_of
+from draftco_jax.convert.gguf_tokenizer import write_gguf_tokenizer
 from draftco_jax.convert.output import carry_over, cast_tree, copy_files, whole_or_not_at_all, write_draft, write_policy
 from draftco_jax.convert.run import DRAFT_FOLDER, convert_run
 from draftco_jax.convert.wishes import DTYPES, Converted, Wishes, parse_size
@@ -41,24 +46,31 @@ def convert(source: str | Path, out: Path, wishes: Wishes | None = None) -> Conv
     """
     wishes = wishes or Wishes()
     folder, found = resolve_checkpoint(str(source)), Converted()
-    if not folder.is_dir():
-        raise UserError(f"source={folder} is not a folder; give a policy, a draft or a run directory")
-    raw = read_config(folder / "config.json")
-    if raw.get("type") == "RunConfig":
-        if wishes.draft_family is not None:
-            raise UserError(f"draft_family={wishes.draft_family} is for draft folders; a run knows its draft's family")
-        write = partial(convert_run, folder, raw)
-    elif raw.get("type") is not None:
-        raise _not_a_model(folder, raw)
-    elif wishes.step is not None:
-        raise UserError(f"step={wishes.step} is for run directories, {folder} is a model; leave it out")
-    else:
-        family = _family(folder, wishes)
-        write = partial(_policy, folder, raw) if family is None else partial(_draft, folder, raw, family)
+    write = partial(_gguf, folder) if is_gguf(folder) else _folder_writer(folder, wishes)
     with whole_or_not_at_all(out) as unfinished:
         write(unfinished, wishes, found)
     found.written = {name: out / path.relative_to(unfinished) for name, path in found.written.items()}
     return found
+
+
+def _folder_writer(folder: Path, wishes: Wishes) -> Callable[[Path, Wishes, Converted], None]:
+    if not folder.is_dir():
+        raise UserError(f"source={folder} is not a folder; give a policy, a draft, a run directory or a GGUF file")
+    raw = read_config(folder / "config.json")
+    if raw.get("type") == "RunConfig":
+        if wishes.draft_family is not None:
+            raise UserError(f"draft_family={wishes.draft_family} is for draft folders; a run knows its draft's family")
+        return partial(convert_run, folder, raw)
+    if raw.get("type") is not None:
+        raise _not_a_model(folder, raw)
+    _refuse_step(folder, wishes)
+    family = _family(folder, wishes)
+    return partial(_policy, folder, raw) if family is None else partial(_draft, folder, raw, family)
+
+
+def _refuse_step(source: Path, wishes: Wishes) -> None:
+    if wishes.step is not None:
+        raise UserError(f"step={wishes.step} is for run directories, {source} is a model; leave it out")
 
 
 def _not_a_model(folder: Path, raw: Mapping[str, Any]) -> UserError:
@@ -133,6 +145,22 @@ def _dtype(reader: SafetensorsReader, wishes: Wishes, found: Converted, names: s
     if kinds:
         found.notes.append(f"the source mixes {', '.join(sorted(kinds))}: written as float32; choose a dtype for less")
     return DTYPES["float32"]
+
+
+def _gguf(path: Path, out: Path, wishes: Wishes, found: Converted) -> None:
+    """Everything is in one file; what it was quantised to is told, since no other weights can come of it."""
+    _refuse_step(path, wishes)
+    if wishes.kind == "draft" or wishes.draft_family is not None:
+        raise UserError(f"source={path} is a GGUF file, which holds a policy; leave kind and draft_family out")
+    file = read_gguf(path)
+    cfg = config_of(file)
+    dtype = DTYPES[wishes.dtype or "float32"]
+    write_policy(out, cfg, cast_tree(params_of(file, cfg), dtype), wishes.max_shard_bytes)
+    carry_over({}, out, str(dtype))
+    write_gguf_tokenizer(file, out)
+    kinds = Counter(file.kind(name) for name in file.names)
+    found.notes.append("dequantised from " + ", ".join(f"{kinds[kind]} tensors of {kind}" for kind in sorted(kinds)))
+    found.written["policy"] = out
 
 
 def _draft(
