@@ -58,11 +58,17 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_a_notebook_is_stripped_and_runs(name):
+def test_a_notebook_is_stripped(name):
     assert all(not cell.get("outputs") for cell in read(name).cells), "strip the outputs before committing"
+
+
+# The kernels of the other one and what is compiled of them are held every day by tests/kernels and tests/aot.
+@pytest.mark.parametrize("name", ["lossless_rollouts", pytest.param("branch_kernel", marks=pytest.mark.slow)])
+def test_a_notebook_runs(name):
     assert SAYS[name] in executed(name)[0]
 
 
+@pytest.mark.slow
 def test_the_branch_kernels_of_the_notebook_keep_the_contract():
     for dtype, rounded in (("float32", False), ("bfloat16", True)):
         rows = table(executed("branch_kernel")[0], rf"(few|block) +{dtype} ", "out", "dk", "worst / bound")
@@ -72,6 +78,7 @@ def test_the_branch_kernels_of_the_notebook_keep_the_contract():
             assert (float(out) > 1e-4) == (float(dk) > 1e-4) == rounded  # both are of the dtype of the shape
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not deviceless.available(), reason=f"no compiler for GPUs in {deviceless.folder()}: run `make setup`"
 )
