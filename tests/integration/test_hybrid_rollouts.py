@@ -193,11 +193,16 @@ def check_rounds(rollouts, k):
     assert k not in (4, 7) or cut.any(), "no stop token inside a block"  # with others it is a matter of chance
 
 
+# Every kind of memory once, the cheapest family that has it: all tokens, the last ones, a state. That every family reads
+# on from its cache as it reads whole rows is held by tests/golden/test_families.py.
+FAST = {"llama": (0, 4), "qwen3_5_moe": (4,), "nemotron_h": (0, 1, 4, 7), "gpt_oss": (4,)}
+
+
 def cases():
     """Every k from 0 to 7; those whose compilation is worth its time in every run are not marked slow."""
     for family in POLICIES:
         for k in range(8):
-            fast = k in ((0, 1, 4, 7) if family in HYBRIDS else (0, 4))
+            fast = k in FAST.get(family, ())
             yield pytest.param(family, k, marks=() if fast else pytest.mark.slow, id=f"{family}-{k}")
 
 
@@ -211,7 +216,7 @@ def test_greedy_text_is_that_of_reading_again_from_scratch(family, k):
         check_rounds(rollouts, k)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", ["nemotron_h", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
 def test_a_request_goes_on_with_another_k(family):
     """The text of a call with k = 7, cut at different lengths, is the prompt of calls with k = 4, 1 and 0."""
     policy = policy_of(family)
@@ -239,7 +244,10 @@ def read_once(policy, rollouts, sampling):
     return np.pad(np.asarray(found), ((0, 0), (1, 0)))
 
 
-@pytest.mark.parametrize("family", POLICIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in ("llama", *HYBRIDS) else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES],
+)
 def test_log_probs_of_sampled_text_are_those_of_one_packed_reading(family):
     policy, k, sampling = policy_of(family), 4, SamplingConfig(temperature=1.0)
     draft_graph, draft = initialise(NGramConfig(min_match=1, max_match=2).build, jax.random.key(2))
