@@ -23,14 +23,16 @@ from draftco_jax.models.qwen3_moe import Qwen3MoeConfig
 
 POLICIES = {
     "llama": LlamaConfig.tiny(),
-    "qwen3_moe": Qwen3MoeConfig.tiny(),
+    # Two layers are enough of one kind: compiling is what this test waits for.
+    "qwen3_moe": dataclasses.replace(Qwen3MoeConfig.tiny(), num_hidden_layers=2),
     "qwen3_5_moe": Qwen35MoeConfig.tiny(),
     "nemotron_h": NemotronHConfig.tiny(),
     "gpt_oss": GptOssConfig.tiny(),
 }
 
 
-LONG = ("llama", "qwen3_moe", "gpt_oss", "nemotron_h")
+# The others differ in what tests/golden and test_hybrid_rollouts.py hold of them every day.
+LONG = ("llama", "qwen3_5_moe", "gpt_oss", "nemotron_h")
 
 
 @pytest.mark.parametrize(

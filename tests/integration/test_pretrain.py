@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from draftco_jax import pretrain as program
+from draftco_jax import pretrain_setup
 from draftco_jax.checkpoint import fingerprint
 from draftco_jax.config import CheckpointConfig, EvaluationConfig
 from draftco_jax.drafts.catalog import family_of
@@ -77,14 +80,44 @@ def config_of(name: str) -> PretrainConfig:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def sharing():
+    """(name of a draft) -> a context in which its trainings share what they compile: made anew it is the same."""
+    made: dict[Any, Any] = {}
+
+    def once(patch: pytest.MonkeyPatch, module: Any, function: str, key: Callable[..., Any]) -> None:
+        original = getattr(module, function)
+
+        def shared(*arguments: Any, **options: Any) -> Any:
+            at = function, key(*arguments)
+            if at not in made:
+                made[at] = original(*arguments, **options)
+            return made[at]
+
+        patch.setattr(module, function, shared)
+
+    @contextmanager
+    def of(name: str) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            # The policy alone makes the rollouts, with the draft it is evaluated; each phase has its own loss.
+            once(patch, pretrain_setup, "Engine", lambda policy, draft: (name, draft is None))
+            once(patch, pretrain_setup, "Publisher", lambda policy, draft, *_: (name, draft is None))
+            once(patch, program, "make_step", lambda spec, _: (name, spec.draft_cfg))
+            once(patch, program, "make_mass_outside", lambda *_: name)
+            yield
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, sharing):
     """A finished training of a draft, made once; tests only read it."""
     made: dict[str, Finished] = {}
 
     def of(name: str) -> Finished:
         if name not in made:
             config, run_dir = config_of(name), tmp_path_factory.mktemp("pretrain") / name
-            made[name] = Finished(config, run_dir, pretrain(config, run_dir))
+            with sharing(name):
+                made[name] = Finished(config, run_dir, pretrain(config, run_dir))
         return made[name]
 
     return of
@@ -118,14 +151,17 @@ def test_every_family_learns_and_its_exported_draft_is_the_trained_one(name, fin
     assert run.accepted_length(start)["eval/accepted_length"] == lengths["end"]
 
 
-def test_bug_case_b13_draft_training_saves_and_evaluates_by_optimizer_steps_and_evaluation_changes_nothing(finished):
+def test_bug_case_b13_draft_training_saves_and_evaluates_by_optimizer_steps_and_evaluation_changes_nothing(
+    finished, sharing
+):
     """An evaluation between steps 12 and 13 leaves no trace: a training without it takes the very same steps."""
     config, run_dir, _ = finished("dflash")
     saved = sorted(int(folder.name) for folder in (run_dir / "checkpoints").iterdir() if folder.name.isdigit())
     assert saved == [20, STEPS]  # every 5 steps and the last one; two are kept
     losses = [line["draft/loss"] for line in read_metrics(run_dir)[1:]]
     unseen = run_dir.parent / "unseen"
-    pretrain(replace(config, evaluation=EvaluationConfig(prompts=32, every_steps=0)), unseen)
+    with sharing("dflash"):
+        pretrain(replace(config, evaluation=EvaluationConfig(prompts=32, every_steps=0)), unseen)
     assert [line["draft/loss"] for line in read_metrics(unseen)[1:]] == losses
 
 
@@ -171,16 +207,17 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(program, "_show", show)
 
 
-def test_bug_case_b104_draft_training_stopped_and_resumed_equals_one_that_was_not(finished, tmp_path, monkeypatch):
+def test_bug_case_b104_draft_training_stopped_and_resumed_equals_one_that_was_not(finished, sharing, tmp_path):
     config, whole, summary = finished("eagle3_reduced")
     run_dir = tmp_path / "run"
     # Before any checkpoint; between two; at the last step of the first phase; in the second.
     for resume, step in ((False, 3), (True, 8), (True, STEPS), (True, 27)):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+        with sharing("eagle3_reduced"), pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
             stop_after(patch, step)
             pretrain(config, run_dir, resume=resume)
     (run_dir / "rollouts.npz").unlink()  # made again, the same
-    resumed = pretrain(config, run_dir, resume=True)
+    with sharing("eagle3_reduced"):
+        resumed = pretrain(config, run_dir, resume=True)
     assert untimed(run_dir) == untimed(whole)
     timed = ("wall_seconds", "training_seconds")
     assert {k: v for k, v in resumed.items() if k not in timed} == {k: v for k, v in summary.items() if k not in timed}
