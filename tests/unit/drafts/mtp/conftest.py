@@ -37,6 +37,11 @@ BODIES: dict[str, DecoderConfig] = {
 """Policies whose blocks a head may be made of."""
 
 
+def slow_but(names, *fast):
+    """The names; those that are not fast run in `make test-all`."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 class Head(NamedTuple):
     """Config, structure, parameters."""
 
@@ -77,13 +82,17 @@ def head(request) -> Head:
     return make_head(**CASES[request.param])
 
 
-@pytest.fixture(scope="session", params=BODIES)
+@pytest.fixture(scope="session", params=slow_but(BODIES, "experts", "two-blocks"))
 def block_head(request) -> Head:
     """Every kind of body that is not the dense layer."""
     return make_head(head_like(request.param))
 
 
-@pytest.fixture(scope="session", params=[*CASES, *BODIES])
+# What the others join is here one by one: styles, the pattern of steps, experts, sinks.
+@pytest.fixture(
+    scope="session",
+    params=slow_but([*CASES, *BODIES], "qwen3_5", "deepseek", "mimo-step", "experts", "sinks"),
+)
 def any_head(request) -> Head:
     """All of them."""
     return make_head(head_like(request.param)) if request.param in BODIES else make_head(**CASES[request.param])

@@ -123,8 +123,8 @@ def test_drafting_equals_training(any_head, drafting, documents, unroll, lay_out
 
 def test_bug_case_b38_proposals_do_not_depend_on_the_batch(drafting, documents):
     a, b = documents[3], documents[0]
-    mixed, alone = drafting.read([a, b, a])[0], drafting.read([a])[0]
-    for row in (0, 2):
+    mixed, alone = drafting.read([a, b, a, b, a])[0], drafting.read([a])[0]  # five, as in the test before
+    for row in (0, 2, 4):
         np.testing.assert_array_equal(mixed.tokens[row], alone.tokens[0])
         # Two batch sizes are two programs with other float32 rounding.
         np.testing.assert_allclose(mixed.laws[row], alone.laws[0], rtol=0, atol=1e-6)
