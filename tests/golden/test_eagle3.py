@@ -66,14 +66,13 @@ def test_pass_losses_and_every_gradient(values, batch):
     packed, (taps, hidden, head) = batch
     positions = float(values["ids"].size)  # the official mean is over the tokens it was given
 
-    @jax.jit
     def loss(params):
         target = Target(taps, hidden, head, embedding)
         return passes_loss(
             graph.merge(params), target, packed, denominator=jnp.float32(positions), key=KEY, context=CONTEXT
         )
 
-    (total, report), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    (total, report), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     # The report's mean is over live labels.
     live = np.array([values["lm"][:, k:, 0].sum() for k in range(CFG.passes)])
     np.testing.assert_allclose(report.losses * live / positions, values["plosses"], rtol=1e-6)

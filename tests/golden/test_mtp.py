@@ -75,7 +75,7 @@ def test_every_step_from_every_index_equals_transformers(recorded):
         pytest.param({"hidden_first": True}, 0, marks=pytest.mark.slow),
         ({"feeds_back_normed": False}, 1),
         pytest.param({"zeroes_first_embedding": True}, 0, marks=pytest.mark.slow),
-        ({}, 0),
+        pytest.param({}, 0, marks=pytest.mark.slow),
     ],
 )
 def test_every_other_convention_is_seen(recorded, wrong, first):
