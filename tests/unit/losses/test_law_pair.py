@@ -90,7 +90,8 @@ def call(args, kept, *, tile, sampling=None, chunk=N, labels=LABELS, **more):
 )
 def test_every_term_is_its_definition(arrays, cut, tile, temperature, chunk):
     args, kept = case(arrays, cut)
-    found = call(args, kept, tile=tile, sampling=SamplingConfig(temperature=temperature), chunk=chunk)
+    rule = {"tile": tile, "sampling": SamplingConfig(temperature=temperature), "chunk": chunk}
+    found = jax.jit(lambda args: call(args, kept, **rule))(args)
     expected = dense_f64(args, kept, temperature)
     assert found.unfiltered_overlap is None
     for name in LawPairTerms._fields[:-1]:
@@ -140,7 +141,8 @@ def test_half_the_temperature_is_twice_both_states(arrays):
     def doubled(x):
         return jnp.sum(sum(call((2.0 * x, args[1], 2.0 * args[2], args[3]), kept, tile=8)[:4]))
 
-    np.testing.assert_allclose(jax.grad(cooled)(args[0]), jax.grad(doubled)(args[0]), rtol=0, atol=2e-6)
+    found, expected = jax.jit(lambda x: (jax.grad(cooled)(x), jax.grad(doubled)(x)))(args[0])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
 def test_bug_case_b03_draft_equal_to_the_teacher_under_a_shuffled_map(arrays):

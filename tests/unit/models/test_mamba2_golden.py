@@ -81,7 +81,7 @@ def block(golden, number, run):
 def packed(layer):
     ids = jnp.ones((2, LENGTH), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (2, LENGTH))
-    return lambda x: layer(x, PackedCall(positions, ids, None, WHOLE_ROWS))
+    return jax.jit(lambda x: layer(x, PackedCall(positions, ids, None, WHOLE_ROWS)))
 
 
 @pytest.mark.parametrize("number", [0, 2, 6])
@@ -95,6 +95,10 @@ def test_a_prompt_and_steps_are_those_of_transformers(golden):
     """15 tokens at once, then 5 at a time of which all are kept: the layer's two paths do not differ by the clamp."""
     layer = layer_of(golden, 0, CLAMP)
 
+    @jax.jit
+    def step(new, state, start, seen, lengths):
+        return layer.step(new, state, CachedCall(start, None, seen, lengths))
+
     def run(x):
         state = layer.empty_state(2, LENGTH, 4, jnp.float32)
         parts, visible = [], jnp.ones((2, 1, 1), bool)
@@ -102,8 +106,7 @@ def test_a_prompt_and_steps_are_those_of_transformers(golden):
             new = x[:, start : start + (5 if start else 15)]
             lengths = None if start else jnp.full((2,), 15, jnp.int32)
             seen = jnp.broadcast_to(visible, (2, new.shape[1], 1))
-            call = CachedCall(jnp.full((2,), start, jnp.int32), None, seen, lengths)
-            y, state = layer.step(new, state, call)
+            y, state = step(new, state, jnp.full((2,), start, jnp.int32), seen, lengths)
             parts.append(y)
         return jnp.concatenate(parts, axis=1)
 

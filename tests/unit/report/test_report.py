@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from draftco_jax.errors import UserError
-from draftco_jax.report import write_report
+from draftco_jax.report import write, write_report
 from draftco_jax.report.plots import PLOTS
 from draftco_jax.report.plots_draft import entropy_and_mismatch
 from draftco_jax.report.plots_learning import agreement, gradient_norms
@@ -71,6 +71,12 @@ def reports(tmp_path_factory, make_run):
     return make
 
 
+@pytest.fixture
+def without_pixels(monkeypatch):
+    """Plots are drawn and not rendered, which is what takes the time: for tests of what a page says."""
+    monkeypatch.setattr(write, "to_png", lambda figure: b"\x89PNG")
+
+
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_plot_is_there_or_explained(reports, arm):
     run_dir, page, _ = reports(arm)
@@ -110,7 +116,7 @@ def test_headlines_say_what_the_summary_says(reports):
         assert words in page.words
 
 
-def test_a_policy_without_experts_is_said_to_have_none(fake_run):
+def test_a_policy_without_experts_is_said_to_have_none(fake_run, without_pixels):
     def dense(step, metrics):
         del step
         for name in [name for name in metrics if "experts" in name]:
@@ -149,7 +155,7 @@ def test_same_numbers_give_the_same_bytes_and_an_older_plot_goes(reports):
     assert not (run_dir / "plots" / "draft_loss.png").exists()
 
 
-def test_a_run_that_has_not_ended_has_a_report(fake_run):
+def test_a_run_that_has_not_ended_has_a_report(fake_run, without_pixels):
     _, page = page_of(fake_run(steps=1, finished=False))
     assert "has written no summary yet" in page.words
     assert "it is timed at the end of a run" in page.words
