@@ -85,10 +85,13 @@ def random_shape(rng):
     return made("1f1b", stages, chunks, microbatches), [int(k) for k in taps]
 
 
-def test_a_hundred_thousand_runs_with_delays():
+@pytest.mark.parametrize(
+    "shapes", [25, pytest.param(250, marks=pytest.mark.slow)], ids=["ten thousand", "a hundred thousand"]
+)
+def test_many_runs_with_delays(shapes):
     """Random shapes, tap stages and times: no overwrite, no deadlock; one slot less is caught where it matters."""
     rng = np.random.default_rng(20)
-    shapes, cases = 250, 400
+    cases = 400
     fewer = {"ticks": 0, "credits": 0}
     overwritten_unguarded = 0
     for _ in range(shapes):
@@ -111,7 +114,7 @@ def test_a_hundred_thousand_runs_with_delays():
         found = simulate_mailbox(schedule, short, times, "credits")
         assert (found.deadlock is not None) == waits_for_ever and found.caught == (cases if waits_for_ever else 0)
         fewer["credits"] += waits_for_ever
-    assert shapes * cases == 100_000 and fewer["ticks"] > 125 and fewer["credits"] > 50
+    assert fewer["ticks"] > shapes / 2 and fewer["credits"] > shapes / 5
     assert overwritten_unguarded > 0.5 * shapes * cases  # so that it is ticks or credits which hold
 
 
