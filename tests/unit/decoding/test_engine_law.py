@@ -26,9 +26,17 @@ UNTOUCHED = SamplingConfig()
 FILTERED = SamplingConfig(temperature=2.0, top_k=3, top_p=0.85)
 
 
-@pytest.mark.parametrize("sampling", [UNTOUCHED, FILTERED], ids=["temperature1", "filtered"])
 @pytest.mark.parametrize(
-    "policy, draft, k", [("deep", "good", 0)] + [("deep", d, 3) for d in ("good", "random", "wrong")]
+    "policy, draft, k, sampling",
+    [
+        pytest.param(
+            *("deep", draft, k, sampling),
+            marks=pytest.mark.slow if (k, name) == (0, "filtered") else (),
+            id=f"deep-{draft}-{k}-{name}",
+        )
+        for draft, k in (("good", 0), ("good", 3), ("random", 3), ("wrong", 3))
+        for sampling, name in ((UNTOUCHED, "temperature1"), (FILTERED, "filtered"))
+    ],
 )
 def test_texts_follow_the_law_of_the_policy(small_toy, law_batch, law_shape, p_value, policy, draft, k, sampling):
     rollouts = small_toy.generate(policy, draft, law_batch, k, law_shape, sampling)
@@ -37,7 +45,10 @@ def test_texts_follow_the_law_of_the_policy(small_toy, law_batch, law_shape, p_v
     assert p > ALARM
 
 
-@pytest.mark.parametrize("draft, sampling", [("good", UNTOUCHED), ("random", UNTOUCHED), ("random", FILTERED)])
+@pytest.mark.parametrize(
+    "draft, sampling",
+    [("good", UNTOUCHED), ("random", UNTOUCHED), pytest.param("random", FILTERED, marks=pytest.mark.slow)],
+)
 def test_texts_follow_the_law_of_the_policy_with_block_verification(
     small_toy, law_batch, law_shape, p_value, draft, sampling
 ):
@@ -85,7 +96,14 @@ def argmax_draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     return jnp.argmax(weights, axis=-1).astype(jnp.int32)
 
 
-@pytest.fixture(params=["argmax draft with softmax q", "residual replaced by p", "one uniform proposes and judges"])
+# Each compiles an engine. One wrong rule every day shows that the test can fail.
+@pytest.fixture(
+    params=[
+        pytest.param("argmax draft with softmax q", marks=pytest.mark.slow),
+        "residual replaced by p",
+        pytest.param("one uniform proposes and judges", marks=pytest.mark.slow),
+    ]
+)
 def broken_engine(request, small_toy, law_shape, monkeypatch) -> Iterator[Engine]:
     """An engine whose speculative program holds one wrong rule."""
     if request.param == "argmax draft with softmax q":
@@ -105,7 +123,13 @@ def test_a_broken_rule_is_caught(small_toy, law_batch, p_value, broken_engine):
     assert p < BROKEN
 
 
-@pytest.fixture(params=["uniforms of positions met again", "residual replaced by p", "first failure ends"])
+@pytest.fixture(
+    params=[
+        pytest.param("uniforms of positions met again", marks=pytest.mark.slow),
+        pytest.param("residual replaced by p", marks=pytest.mark.slow),
+        "first failure ends",
+    ]
+)
 def broken_block_engine(request, small_toy, law_shape, monkeypatch) -> Iterator[Engine]:
     """An engine whose block verification holds one wrong rule."""
     if request.param == "uniforms of positions met again":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -79,12 +80,28 @@ class Recorded:
         return np.asarray(self._forward(tokens, positions, jnp.ones_like(tokens)))
 
 
+recorded_of = cache(Recorded)
+
+
 @pytest.fixture(scope="module", params=POLICIES)
 def recorded(request) -> Recorded:
-    return Recorded(request.param)
+    return recorded_of(request.param)
 
 
-@pytest.mark.parametrize("k, budget", [(0, None), (2, None), (2, 2)], ids=["plain", "speculative", "budget"])
+# Mamba-2 beside experts in layers of their own shows in one of the three.
+@pytest.mark.parametrize(
+    "recorded, k, budget",
+    [
+        pytest.param(
+            *(family, k, budget),
+            marks=pytest.mark.slow if (family, name) in {("nemotron_h", "plain"), ("nemotron_h", "budget")} else (),
+            id=f"{family}-{name}",
+        )
+        for family in POLICIES
+        for k, budget, name in ((0, None, "plain"), (2, None, "speculative"), (2, 2, "budget"))
+    ],
+    indirect=["recorded"],
+)
 def test_recorded_experts_are_those_of_one_forward_over_the_text(recorded, k, budget):
     rollouts = recorded.roll_out(k, budget)
     if k:
@@ -111,6 +128,7 @@ def test_in_slots_the_same_experts_are_recorded(recorded, k):
     assert found.experts_touched[0] > 0
 
 
+@pytest.mark.parametrize("recorded", ["qwen3_5_moe"], indirect=True)
 def test_touched_experts_are_counted_over_running_requests_alone(recorded):
     rollouts = recorded.roll_out(0)
     steps = []  # plain decoding: step j reads response token j of every request that is still running
@@ -123,6 +141,7 @@ def test_touched_experts_are_counted_over_running_requests_alone(recorded):
     assert speculation_stats(rollouts).experts_touched == pytest.approx(np.mean(steps), rel=1e-6)
 
 
+@pytest.mark.parametrize("recorded", ["qwen3_5_moe"], indirect=True)
 def test_a_budget_touches_fewer_experts_a_forward(recorded):
     everything, few = recorded.roll_out(2), recorded.roll_out(2, 2)
     assert few.proposed.sum() <= 2 * few.rounds.max()
