@@ -44,7 +44,7 @@ def trained(request, lay_out_target):
         abstract_params(cfg.build),
     )
     assert family.loss is not None and family.denominator is not None
-    count = family.denominator(batch, cfg, KEY)
+    count = jax.jit(lambda batch: family.denominator(batch, cfg, KEY))(batch)
 
     def loss(params, target):
         return family.loss(graph.merge(params), target, batch, denominator=count, key=KEY, context=CONTEXT)
