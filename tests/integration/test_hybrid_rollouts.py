@@ -193,8 +193,8 @@ def check_rounds(rollouts, k):
     assert k not in (4, 7) or cut.any(), "no stop token inside a block"  # with others it is a matter of chance
 
 
-# Every kind of memory once, the cheapest family that has it: all tokens, the last ones, a state. That every family reads
-# on from its cache as it reads whole rows is held by tests/golden/test_families.py.
+# Every kind of memory once, in the cheapest family that has it: all tokens, the last ones, a state. That every family
+# reads on from its cache as it reads whole rows is held by tests/golden/test_families.py.
 FAST = {"llama": (0, 4), "qwen3_5_moe": (4,), "nemotron_h": (0, 1, 4, 7), "gpt_oss": (4,)}
 
 

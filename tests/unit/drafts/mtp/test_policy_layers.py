@@ -75,7 +75,9 @@ def test_a_head_is_whole_on_every_rank_of_axes_that_split_the_policys_weights(bl
 
 def test_greedy_texts_with_a_head_of_experts_are_those_of_plain_decoding():
     # A layer of each kind.
-    policy_cfg = replace(Qwen35MoeConfig.tiny(), num_hidden_layers=2, layer_types=Qwen35MoeConfig.tiny().layer_types[:2])
+    policy_cfg = replace(
+        Qwen35MoeConfig.tiny(), num_hidden_layers=2, layer_types=Qwen35MoeConfig.tiny().layer_types[:2]
+    )
     cfg = MtpConfig.for_target(policy_cfg, like_policy=True)
     policy, head = drawn(policy_cfg.build, 1), drawn(cfg.build, 2)
     publisher = Publisher(graph_of(policy_cfg.build), graph_of(cfg.build))
