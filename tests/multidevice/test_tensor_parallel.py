@@ -246,6 +246,7 @@ CASES = {
 }  # fmt: skip
 LONG = (
     "dense, tensor 4 with key-value heads shared, draft and reference",
+    "mixture, layers in a loop and made again, data 2 x tensor 2",
     "mixture, experts over tensor",
     "sinks and biases, hidden widths over tensor 4",
 )

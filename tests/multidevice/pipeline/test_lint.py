@@ -15,7 +15,7 @@ from draftco_jax.training.update import place_batch
 SIZES = {"stage": 2, "context": 2, "tensor": 2}
 CASES = [
     ("eagle3", {}),
-    ("dflash", {}),
+    pytest.param("dflash", {}, marks=pytest.mark.slow),  # dspark's blocks and less
     ("dspark", {}),
     ("mtp", {}),
     ("eagle3", {"draft_placement": "last_stage"}),
@@ -25,7 +25,7 @@ CASES = [
 
 @pytest.mark.parametrize(("draft", "changes"), CASES)
 def test_no_update_has_a_fault(cases, setup_of, draft, changes):
-    setup = setup_of(draft)
+    setup = setup_of(draft, 4)
     staged = setup.staged(SIZES, microbatches=4, **changes)
     pipeline = staged.spec.pipeline
     batch = place_batch(

@@ -46,11 +46,8 @@ def test_memory_does_not_grow_with_micro_batches(temporary, microbatches):
     assert 0.95 * few < many < 1.05 * few
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"tap_mode": "post"}, pytest.param({"schedule": "gpipe"}, marks=pytest.mark.slow)],
-    ids=["post", "gpipe"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"tap_mode": "post"}, {"schedule": "gpipe"}], ids=["post", "gpipe"])
 def test_where_it_must_grow_it_does(temporary, cases, changes):
     """By what each micro-batch leaves: its features on the stage that makes most, or an input of its stage."""
     few, many = temporary(8, **changes), temporary(32, **changes)

@@ -76,7 +76,7 @@ class Case:
         )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["stage 2 x data 2", "data 2"])
+@pytest.fixture(scope="module", params=["stage 2 x data 2", pytest.param("data 2", marks=pytest.mark.slow)])
 def case(request, cases, setup_of):
     sizes = {"stage": 2, "data": 2} if "stage" in request.param else {"data": 2}
     return Case(cases, setup_of("eagle3", 4), sizes)

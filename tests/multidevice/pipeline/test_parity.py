@@ -39,9 +39,9 @@ EVERY = [
 ]
 
 
-def check(cases, setup_of, mesh, draft, microbatches, chunks, changes):
+def check(cases, setup_of, mesh, draft, microbatches, chunks, changes, layers=4):
     sizes = (MESHES | SMALL)[mesh]
-    setup = setup_of(draft, max(8, sizes["stage"] * chunks))
+    setup = setup_of(draft, max(layers, sizes["stage"] * chunks))
     batch = cases.batch_of_rows(microbatches * sizes.get("data", 1))
     wanted, known = setup.alone(batch)
     run = setup.staged(sizes, chunks=chunks, microbatches=microbatches, stamps=True, **changes)
@@ -68,4 +68,4 @@ def test_what_nobody_reads_may_be_nan(cases, setup_of, nan_before_the_first_tick
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "draft", "microbatches", "chunks", "changes"), EVERY)
 def test_the_whole_matrix(cases, setup_of, mesh, draft, microbatches, chunks, changes):
-    check(cases, setup_of, mesh, draft, microbatches, chunks, changes)
+    check(cases, setup_of, mesh, draft, microbatches, chunks, changes, layers=8)

@@ -91,7 +91,13 @@ def pointers(tree):
     return {shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards}
 
 
-@pytest.mark.parametrize("case", CASES)
+# Stages alone, stages of other lengths beside context, chunks beside tensor, data: what the others join.
+FAST = ("8x1x1x1", "4x2x1x1 uneven", "2x2x2x1 two chunks", "2x2x1x2")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_rollouts_get_what_was_trained_and_little_memory_is_taken(cases, case):
     sizes, chunks, counts = CASES[case]
     training = Training(cases, sizes, chunks, counts)
