@@ -95,7 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench = add(
         "bench",
         _bench,
-        "Compare drafts or decoding on a shipped policy, or count what long rows over ranks or pipeline stages cost.",
+        "Compare drafts or decoding on a shipped or a published policy, or count what long rows over ranks or pipeline "
+        "stages cost.",
         "drafts --json",
     )
     _add_bench_options(bench)
@@ -167,7 +168,10 @@ def _add_convert_options(convert: argparse.ArgumentParser) -> None:
 
 def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
-        "name", choices=tuple(_BENCHES), metavar="NAME", help="what to measure: drafts, decode, attention or pipeline"
+        "name",
+        choices=tuple(_BENCHES),
+        metavar="NAME",
+        help="what to measure: drafts, decode, text, attention or pipeline",
     )
     bench.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it")
     bench.add_argument(
@@ -181,6 +185,13 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
         help="attention: leave out what is compiled for H100; decode: one small policy, once",
     )
     bench.add_argument("--plots", type=Path, metavar="DIR", help="pipeline: draw it, a picture each")
+    bench.add_argument("--policy", metavar="DIR", help="text: folder of the policy, with tokenizer and chat template")
+    bench.add_argument("--prompts", metavar="FILE", help="text: JSON lines with question and answer, to learn from")
+    bench.add_argument(
+        "--held-out", metavar="FILE", help="text: the same, to measure on (default: 1 in 8 of --prompts)"
+    )
+    bench.add_argument("--minutes", type=float, metavar="N", help="text: for all that is learnt (default: 30)")
+    bench.add_argument("--run-dir", type=Path, metavar="DIR", help="text: what is made on the way, to go on from")
 
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -273,7 +284,7 @@ def _bench(options: argparse.Namespace) -> None:
         given = getattr(options, option)
         if given is not None and given is not False and options.name not in names:
             of = " and ".join(f"`draftco bench {name}`" for name in names)
-            raise UserError(f"--{option} is an option of {of}; leave it out")
+            raise UserError(f"--{option.replace('_', '-')} is an option of {of}; leave it out")
     if options.json and not Path(options.json).parent.is_dir():  # said now and not after minutes
         folder = Path(options.json).parent
         raise UserError(f"--json {options.json} cannot be written: there is no folder {folder}; make it first")
@@ -337,6 +348,23 @@ def _bench_decode(options: argparse.Namespace) -> None:
     _print_found(found, options.json, options.plot, table, last_line)
 
 
+def _bench_text(options: argparse.Namespace) -> None:
+    from draftco_jax.bench_text import BenchTextConfig, bench_text
+    from draftco_jax.bench_text.table import last_line, table
+    from draftco_jax.config_io import apply_overrides
+
+    if not options.policy or not options.prompts:
+        raise UserError("bench text needs --policy DIR and --prompts FILE; see `draftco bench --help`")
+    given = {name: getattr(options, name) for name in ("policy", "prompts", "held_out", "minutes")}
+    settings = BenchTextConfig(**{name: value for name, value in given.items() if value is not None})
+    found = bench_text(
+        apply_overrides(settings, options.set),
+        options.run_dir or Path("runs") / "bench-text",
+        lambda text: print(f"bench text: {text}", file=sys.stderr, flush=True),
+    )
+    _print_found(found, options.json, None, table, last_line)
+
+
 def _bench_pipeline(options: argparse.Namespace) -> None:
     from draftco_jax.bench_pipeline import BenchPipelineConfig, bench_pipeline
     from draftco_jax.bench_pipeline.figure import check_folder, write_figures
@@ -370,10 +398,16 @@ _OPTIONS_OF_SOME = {
     "ranks": ("attention",),
     "fast": ("attention", "decode"),
     "plots": ("pipeline",),
+    "policy": ("text",),
+    "prompts": ("text",),
+    "held_out": ("text",),
+    "minutes": ("text",),
+    "run_dir": ("text",),
 }
 _BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {
     "drafts": _bench_drafts,
     "decode": _bench_decode,
+    "text": _bench_text,
     "attention": _bench_attention,
     "pipeline": _bench_pipeline,
 }

@@ -40,6 +40,8 @@ from draftco_jax.training.update import TrainState
 from draftco_jax.types import StepReport
 
 FIGURE_FILE = "accepted_length.png"
+_MASS_TOKENS = 2**14
+"""So many give the mean well enough, and the forwards of a large policy over all of them would take long."""
 
 
 def pretrain(cfg: PretrainConfig, run_dir: str | Path, *, resume: bool = False) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def train_phase(
     optimizer = make_optimizer(phase.optimizer, phase.steps)
     if done == phase.first_step - 1:
         state = state._replace(draft_optimizer=optimizer.init(draft_of(state)))
-    step_fn = make_step(_spec(run, phase), optimizer)
+    step_fn = make_step(spec_of(run, phase), optimizer)
     rate, rows = learning_rate_schedule(phase.optimizer, phase.steps), run.data.tokens.shape[0]
     for step in range(done + 1, phase.last_step + 1):
         begun = time.perf_counter()
@@ -151,12 +153,13 @@ def first_metrics(run: Pretraining, start: Params) -> dict[str, float]:
 
 
 def mass_outside(run: Pretraining) -> float:
-    """The policy's mass outside the draft vocabulary, mean over its own tokens."""
+    """The policy's mass outside the draft vocabulary, mean over its own tokens in the first `_MASS_TOKENS`."""
     assert run.kept is not None
     cfg, size, rows = run.cfg, run.cfg.batch_rows, run.data.tokens.shape[0]
     measure = make_mass_outside(run.setting.policy_graph, run.kept, cfg.rollout.sampling, cfg.chunk_tokens)
     # Whole batches only, so that one program is compiled: rows left over at the end are not counted.
-    starts = range(0, rows - size + 1, size)
+    most = max(1, _MASS_TOKENS // run.data.tokens[:size].size) * size
+    starts = range(0, min(rows - size + 1, most), size)
     batches = (jax.tree.map(lambda a, i=i: jnp.asarray(a[i : i + size]), run.data) for i in starts)
     sums = np.array([jax.device_get(measure(run.setting.policy, batch)) for batch in batches], np.float64)
     return float(sums[:, 0].sum() / sums[:, 1].sum())
@@ -205,7 +208,8 @@ def summarise(run: Pretraining, draft_parameters: int, lines: list[dict[str, flo
     }
 
 
-def _spec(run: Pretraining, phase: Phase) -> PretrainSpec:
+def spec_of(run: Pretraining, phase: Phase) -> PretrainSpec:
+    """What the steps of a phase are compiled with."""
     cfg = run.cfg
     return PretrainSpec(
         policy_graph=run.setting.policy_graph,

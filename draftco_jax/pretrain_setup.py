@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,11 @@ def set_up(cfg: PretrainConfig) -> tuple[Setting, Loaded | None]:
     return Setting(cfg, key, task, graph, policy, Evaluator(held_out, cfg.evaluation.prompts)), loaded
 
 
-def own_rollouts(setting: Setting) -> PackedBatch:
-    """The policy's answers to prompts 0, 1, ... of the train split, packed: numpy rows, as many as hold anything."""
+def own_rollouts(setting: Setting, enough: Callable[[int], bool] = lambda calls: False) -> PackedBatch:
+    """The policy's answers to prompts 0, 1, ... of the train split, packed: numpy rows, as many as hold anything.
+
+    `enough`, told how many calls are done, may end it before all sequences are there.
+    """
     cfg, policy_only = setting.cfg, Publisher(setting.policy_graph, None)
     shape, group = engine_shape(cfg, setting.task), cfg.rollout.samples_per_prompt
     sampling, size = cfg.rollout.sampling, cfg.rollout.sequences_per_call
@@ -119,6 +123,8 @@ def own_rollouts(setting: Setting) -> PackedBatch:
     weights = policy_only.publish(setting.policy, None, PolicyVersion(0))
     parts: list[PackedBatch] = []
     for call in range(cfg.rollout.sequences // size):
+        if call and enough(call):
+            break
         first = call * size // group
         prompts = tuple(setting.task.problem(first + i) for i in range(size // group))
         request = build_request(prompts, group, shape, jax.random.fold_in(setting.purpose(_ROLLOUT_KEY), call))
@@ -142,6 +148,12 @@ def rollouts_of(setting: Setting, run_dir: Path) -> PackedBatch:
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise UserError(f"{path} cannot be read ({error}); delete it, the rollouts are then made again") from error
     data = own_rollouts(setting)
+    keep_rollouts(path, data)
+    return data
+
+
+def keep_rollouts(path: Path, data: PackedBatch) -> None:
+    """Write the rollouts of a training, whole or not at all."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     arrays: dict[str, Any] = {name: array for name, array in data._asdict().items() if array is not None}
     with unfinished.open("wb") as file:
@@ -149,7 +161,6 @@ def rollouts_of(setting: Setting, run_dir: Path) -> PackedBatch:
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
-    return data
 
 
 def prepare(setting: Setting, loaded: Loaded | None, data: PackedBatch) -> tuple[Pretraining, Params]:

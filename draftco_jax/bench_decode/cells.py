@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from draftco_jax.bench_decode.pairs import Pair, response_tokens
+from draftco_jax.bench_decode.pairs import response_tokens
 from draftco_jax.bench_decode.peer import Peer, Texts
 from draftco_jax.decoding.engine import Engine, Request
 from draftco_jax.decoding.stats import speculation_stats
@@ -27,13 +27,50 @@ from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.profiling import compare, median_ratio
 from draftco_jax.types import Rollouts
 
-if TYPE_CHECKING:
-    from draftco_jax.bench_decode import BenchDecodeConfig
-
 SAMPLINGS = {"greedy": SamplingConfig(temperature=0.0), "temperature_1": SamplingConfig()}
 PLAIN = 0
 _MARGIN = 1.05
 """What a drafted length must win by to be chosen: less is noise, and plain decoding is never slower than itself."""
+
+
+@runtime_checkable
+class Contestant(Protocol):
+    """A policy with its draft, and the requests that they are measured on."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def shape(self) -> Any:
+        """Sizes and ids of whole responses (`EngineShape`)."""
+        ...
+
+    @property
+    def published(self) -> Any:
+        """Weights that engines take (`Published`)."""
+        ...
+
+    def engine(self, sampling: SamplingConfig, max_new_tokens: int | None = None) -> Engine:
+        """Of whole responses, or of `max_new_tokens`; the same one each time."""
+        ...
+
+    def turns(self, batch: int, first: int, count: int, key: jax.Array) -> list[list[Request]]:
+        """Requests of each call of `count` turns from turn `first` on."""
+        ...
+
+
+@runtime_checkable
+class CellSettings(Protocol):
+    """How a cell is measured."""
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def choosing_turns(self) -> int: ...  # noqa: D102
+    @property
+    def repetitions(self) -> int: ...  # noqa: D102
+    @property
+    def seed(self) -> int: ...  # noqa: D102
 
 
 class Player:
@@ -55,14 +92,14 @@ class Player:
         return [[jax.device_get(r) if isinstance(r, Rollouts) else r for r in turn] for turn in self.results[1:]]
 
 
-def engine_player(engine: Engine, pair: Pair, length: int, turns: Sequence[Sequence[Request]]) -> Player:
+def engine_player(engine: Engine, pair: Contestant, length: int, turns: Sequence[Sequence[Request]]) -> Player:
     """Plays with `length` drafts a round."""
     weights = pair.published
     draft = weights.draft if length else None
     return Player(lambda request: engine.generate(weights.policy, draft, request, length), turns)
 
 
-def measure_cell(cfg: BenchDecodeConfig, pair: Pair, sampling: str, batch: int, peer: Peer | None) -> dict[str, Any]:
+def measure_cell(cfg: CellSettings, pair: Contestant, sampling: str, batch: int, peer: Peer | None) -> dict[str, Any]:
     """Everything about it, as plain values."""
     engine, key = pair.engine(SAMPLINGS[sampling]), jax.random.key(cfg.seed)
     choices = _try_lengths(engine, pair, cfg, pair.turns(batch, 0, cfg.choosing_turns, key))
@@ -90,7 +127,7 @@ def measure_cell(cfg: BenchDecodeConfig, pair: Pair, sampling: str, batch: int, 
 
 
 def _try_lengths(
-    engine: Engine, pair: Pair, cfg: BenchDecodeConfig, turns: Sequence[Sequence[Request]]
+    engine: Engine, pair: Contestant, cfg: CellSettings, turns: Sequence[Sequence[Request]]
 ) -> dict[int, dict[str, Any]]:
     """How whole calls with each drafted length compare to plain ones, prefill included."""
     players = {str(k): engine_player(engine, pair, k, turns) for k in (PLAIN, *cfg.draft_lengths)}
@@ -105,7 +142,7 @@ def _try_lengths(
     }
 
 
-def _players(engine: Engine, pair: Pair, chosen: int, turns: Sequence[Sequence[Request]]) -> dict[str, Player]:
+def _players(engine: Engine, pair: Contestant, chosen: int, turns: Sequence[Sequence[Request]]) -> dict[str, Player]:
     """Plain decoding and the chosen length, each with calls that stop after the first token."""
     prefill = pair.engine(SamplingConfig(), 1)  # one for both ways of sampling: a draw costs nothing beside a prompt
     players = {"plain": engine_player(engine, pair, PLAIN, turns)}
@@ -116,7 +153,7 @@ def _players(engine: Engine, pair: Pair, chosen: int, turns: Sequence[Sequence[R
     return players
 
 
-def _peer_players(peer: Peer, pair: Pair, turns: Sequence[Sequence[Request]], batch: int) -> dict[str, Player]:
+def _peer_players(peer: Peer, pair: Contestant, turns: Sequence[Sequence[Request]], batch: int) -> dict[str, Player]:
     shape = pair.shape
     asked = [[_prompt_rows(request) for request in turn] for turn in turns]
 

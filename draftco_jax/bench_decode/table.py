@@ -6,10 +6,22 @@ from typing import Any
 
 
 def table(found: dict[str, Any]) -> str:
+    """The cells, what a round is made of, and on what it was measured."""
+    lines = lines_of(found["cells"])
+    part = found["overhead"]
+    lines.append(
+        f"{part['policy']}, batch {part['batch']}, k = {part['draft_length']}: of a round of "
+        f"{part['milliseconds']['round']:.2f} ms {part['share']:.1%} are outside the two forwards; the verify forward "
+        f"costs {part['verify_over_step']:.2f} steps"
+    )
+    return "\n".join([*lines, *lines_of_machine(found)])
+
+
+def lines_of(cells: list[dict[str, Any]]) -> list[str]:
     """A line a cell: drafted length, accepted length, speeds without prefill, prefill, and what they are beside."""
     head = ("policy", "batch", "sampling", "k", "tau", "plain", "tokens/s", "of plain", "prefill", "of HF")
     lines = [_line(*head)]
-    for cell in found["cells"]:
+    for cell in cells:
         fast = cell.get("speculative", cell["plain"])
         lines.append(
             _line(
@@ -25,12 +37,12 @@ def table(found: dict[str, Any]) -> str:
                 _number(cell["over_transformers"]),
             )
         )
-    part = found["overhead"]
-    lines.append(
-        f"{part['policy']}, batch {part['batch']}, k = {part['draft_length']}: of a round of "
-        f"{part['milliseconds']['round']:.2f} ms {part['share']:.1%} are outside the two forwards; the verify forward "
-        f"costs {part['verify_over_step']:.2f} steps"
-    )
+    return lines
+
+
+def lines_of_machine(found: dict[str, Any]) -> list[str]:
+    """Processor, load, date, and why there is no peer."""
+    lines = []
     reason, hardware = found["over_transformers_reason"], found["hardware"]
     if reason:
         lines.append(f"Beside transformers: not measured ({reason})")
@@ -39,7 +51,7 @@ def table(found: dict[str, Any]) -> str:
         f"{hardware['processor']}, {hardware['cores']} cores, load {load}, {found['date']}, step_matmul="
         f"{found['step_matmul']}"
     )
-    return "\n".join(lines)
+    return lines
 
 
 def _line(*fields: str) -> str:

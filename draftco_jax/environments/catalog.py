@@ -5,9 +5,10 @@ from __future__ import annotations
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
 from draftco_jax.environments.base import Split, Task
 from draftco_jax.environments.reasoning_gym import ReasoningGymConfig, ReasoningGymTask
+from draftco_jax.environments.word_problems import WordProblemsConfig, WordProblemsTask
 from draftco_jax.text.tokenizer import Tokenizer
 
-TaskConfig = ArithmeticConfig | ReasoningGymConfig
+TaskConfig = ArithmeticConfig | ReasoningGymConfig | WordProblemsConfig
 
 
 def build_task(config: TaskConfig, seed: int, split: Split = "train") -> Task:
@@ -17,3 +18,5 @@ def build_task(config: TaskConfig, seed: int, split: Split = "train") -> Task:
             return ArithmeticTask(config, seed, split)
         case ReasoningGymConfig():
             return ReasoningGymTask(config, seed, Tokenizer.load(config.tokenizer_dir), split)
+        case WordProblemsConfig():
+            return WordProblemsTask(config, split)

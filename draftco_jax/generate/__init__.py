@@ -102,8 +102,15 @@ class Model:
     dtype: FloatName
 
 
-def load_model(folder: Path, draft: str | None, dtype: FloatName = "float32") -> Model:
+def load_model(
+    folder: Path,
+    draft: str | None,
+    dtype: FloatName = "float32",
+    step_matmul: Literal["xla", "skinny"] = "xla",
+) -> Model:
     """Read a policy with its tokenizer and stop tokens, and a draft: a folder, or "ngram" for prompt lookup.
+
+    `step_matmul` is that of the policy (`ComputeConfig`).
 
     Raises:
         UserError: a folder does not hold what it should, the text of its tokenizer's ids cannot be read token by token,
@@ -116,7 +123,7 @@ def load_model(folder: Path, draft: str | None, dtype: FloatName = "float32") ->
         Detokenizer(tokenizer)  # refuses what responses could not be read by
     except UserError as error:
         raise UserError(f"tokenizer of {folder}: {error}") from error
-    compute = ComputeConfig(dtype=dtype, parameter_dtype=dtype)
+    compute = ComputeConfig(dtype=dtype, parameter_dtype=dtype, step_matmul=step_matmul)
     cfg, policy = load_policy(folder, compute=compute)
     tokenizer.require_fits(cfg.vocab_size)
     draft_cfg, draft_graph, draft_weights = _load_draft(draft)

@@ -36,6 +36,7 @@ ORDER = (
         "warm_start",
         "bench_drafts",
         "bench_decode",
+        "bench_text",
         "bench_attention",
         "bench_pipeline",
     ),
