@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int8, Int32
 
 from pallas_kernels.manual_axes import cast, fresh, varying_axes
 
@@ -25,13 +25,18 @@ BLOCK_ROWS = 128
 
 
 def grouped_matmul(
-    rows: Float[Array, "M I"], kernels: Float[Array, "E I O"], sizes: Int32[Array, " E"], way: GroupedMatmul
+    rows: Float[Array, "M I"],
+    kernels: Float[Array, "E I O"] | Int8[Array, "E I O"],
+    sizes: Int32[Array, " E"],
+    way: GroupedMatmul,
 ) -> Float32[Array, "M O"]:
     """rows of group e @ kernels[e], in the dtype of the rows, accumulated and returned in float32.
 
-    What comes back for rows after the last group, and their gradient, has no meaning.
+    What comes back for rows after the last group, and their gradient, has no meaning. Kernels of int8, which have no
+    gradient, are cast block by block, so that there is no second copy of all experts; with ragged_dot there is.
     """
-    kernels = kernels.astype(rows.dtype)
+    if way == "ragged_dot" or kernels.dtype != jnp.int8:
+        kernels = kernels.astype(rows.dtype)
     if way == "ragged_dot":
         return jax.lax.ragged_dot(rows, kernels, sizes, preferred_element_type=jnp.float32)
     # A custom gradient gives each input the type of that input: so all are of one type before it.
@@ -74,7 +79,7 @@ def _multiply(rows: Array, kernels: Array, sizes: Array) -> Float32[Array, "M O"
         group, start, _ = blocks.at(number, limit)
         block = jax.lax.dynamic_slice_in_dim(padded, start, limit)
         kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
-        made = jnp.matmul(block, kernel, preferred_element_type=jnp.float32)
+        made = jnp.matmul(block, kernel.astype(block.dtype), preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, made, start, axis=0)
 
     out = fresh((count + limit, kernels.shape[2]), 0.0, jnp.float32, varying_axes(rows))

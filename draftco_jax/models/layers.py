@@ -183,6 +183,11 @@ class LinearGroup(nnx.Module):
         """Replace the fused kernel by its panels."""
         self.columns, self.kernel = sum(self.widths), packed(self.kernel[...])
 
+    def matrix(self) -> Float[Array, "I O"]:
+        """The fused kernel, packed or not."""
+        kernel = self.kernel[...]
+        return kernel if self.columns is None else unpack(PackedWeight(kernel, self.columns))
+
     def __call__(self, x: Float[Array, "*b I"]) -> tuple[Array, ...]:
         """All projections, in the order of their names."""
         if not self.fused:

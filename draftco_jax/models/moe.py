@@ -114,6 +114,12 @@ class Experts(nnx.Module):
         self.down_proj = parameter(rngs, (experts, hidden, width), ("expert", "mlp", "embed"), down_init or normal)
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the kernels there are."""
+        first = {"swiglu": ("gate_proj", "up_proj"), "clamped_swiglu": ("gate_up_proj",), "relu2": ("up_proj",)}
+        return (*first[self.cfg.expert], "down_proj")
+
+    @property
     def count(self) -> int:
         """Experts held here."""
         return self.down_proj[...].shape[0]
@@ -131,7 +137,7 @@ class Experts(nnx.Module):
         I is split over; what comes back is then a part of a sum over it.
         """
         hidden = self._hidden(rows, sizes, ids).astype(rows.dtype)
-        out = grouped_matmul(hidden, self.down_proj[...], sizes, self.cfg.grouped_matmul)
+        out = self.product("down_proj", hidden, sizes, ids)
         if self.cfg.expert != "clamped_swiglu":
             return out
         bias = self.down_proj_bias[...]
@@ -139,14 +145,21 @@ class Experts(nnx.Module):
             bias = jnp.where(jax.lax.axis_index(hidden_axis) == 0, bias, jnp.zeros_like(bias))
         return out + rows_of(bias, ids)
 
+    def product(
+        self, name: str, rows: Float[Array, "M I"], sizes: Int32[Array, " E"], ids: Int32[Array, " M"]
+    ) -> Float32[Array, "M O"]:
+        """Rows that lie expert by expert times the kernels of this name; `ids` are their experts."""
+        del ids
+        return grouped_matmul(rows, getattr(self, name)[...], sizes, self.cfg.grouped_matmul)
+
     def _hidden(self, rows: Array, sizes: Array, ids: Array) -> Float32[Array, "M I"]:
         """What is projected down."""
-        by = lambda kernel: grouped_matmul(rows, kernel[...], sizes, self.cfg.grouped_matmul)  # noqa: E731
+        by = lambda name: self.product(name, rows, sizes, ids)  # noqa: E731
         if self.cfg.expert == "relu2":
-            return jnp.square(jax.nn.relu(by(self.up_proj)))
+            return jnp.square(jax.nn.relu(by("up_proj")))
         if self.cfg.expert == "swiglu":
-            return jax.nn.silu(by(self.gate_proj)) * by(self.up_proj)
-        hidden, limit = by(self.gate_up_proj) + rows_of(self.gate_up_proj_bias[...], ids), self.cfg.swiglu_limit
+            return jax.nn.silu(by("gate_proj")) * by("up_proj")
+        hidden, limit = by("gate_up_proj") + rows_of(self.gate_up_proj_bias[...], ids), self.cfg.swiglu_limit
         gate, up = jnp.minimum(hidden[:, 0::2], limit), jnp.clip(hidden[:, 1::2], -limit, limit)
         return gate * jax.nn.sigmoid(self.cfg.swiglu_alpha * gate) * (up + 1.0)
 
