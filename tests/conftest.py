@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 from collections.abc import Iterator
@@ -33,6 +34,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import jaxtyping
 import pytest
+
+# Tracing makes many small objects and few cycles: with Python's own thresholds a twentieth of the time goes into
+# collections that find nothing.
+gc.set_threshold(50_000, 20, 20)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Each a process of its own: the device count and the plugins are fixed when JAX starts; the last one starts several.

@@ -89,13 +89,19 @@ def small_options() -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="session")
 def set_up() -> Callable[[dc.RunConfig], Any]:
-    """`run.set_up`, except that two runs of one config share their compiled programs."""
+    """`run.set_up`, except that two runs of one config share their compiled programs.
+
+    Rollouts are the same programs whether their draft is trained or not, and whether speed is measured.
+    """
     original, programs = loop.set_up, {}
 
     def cached(cfg: dc.RunConfig) -> Any:
-        (run, models), name = original(cfg), json.dumps(to_json(cfg))
-        programs.setdefault(name, {field: getattr(run, field) for field in ("engine", "publisher", "update")})
-        return dataclasses.replace(run, **programs[name]), models
+        (run, models), values = original(cfg), to_json(cfg)
+        of_update = json.dumps(values)
+        of_rollouts = json.dumps(values | {"speed": None, "speculation": cfg.speculation == "off"})
+        programs.setdefault(of_update, {"update": run.update})
+        programs.setdefault(of_rollouts, {"engine": run.engine, "publisher": run.publisher})
+        return dataclasses.replace(run, **programs[of_update], **programs[of_rollouts]), models
 
     return cached
 

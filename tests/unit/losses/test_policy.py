@@ -130,7 +130,7 @@ def test_bug_case_b93_micro_batches(splits):
             start += size
         return total
 
-    value, gradient = jax.value_and_grad(loss)(generator)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(generator)
     np.testing.assert_allclose(value, 2.8, rtol=1e-6)
     np.testing.assert_allclose(gradient, -advantages / 10, rtol=1e-6)
 

@@ -153,9 +153,14 @@ def test_the_mass_outside_a_vocabulary_is_that_of_the_laws_that_predict_labels(s
     kept = np.asarray(setup.spec.draft_graph.constants["draft_to_target"])
     measure = make_mass_outside(setup.spec.policy_graph, kept, setup.spec.sampling, 32)
     total, count = measure(setup.policy, batch)
-    model = setup.spec.policy_graph.merge(setup.policy)
-    hidden, *_ = model(batch.tokens, batch.positions, batch.segment_ids)
-    laws = np.asarray(jax.nn.softmax(model.logits(hidden) / jnp.float32(0.9)), np.float64)
+
+    @jax.jit
+    def laws_of(policy, batch):
+        model = setup.spec.policy_graph.merge(policy)
+        hidden, *_ = model(batch.tokens, batch.positions, batch.segment_ids)
+        return jax.nn.softmax(model.logits(hidden) / jnp.float32(0.9))
+
+    laws = np.asarray(laws_of(setup.policy, batch), np.float64)
     outside = 1.0 - laws[..., kept].sum(axis=-1)
     # The law that predicts the token at t stands at t - 1; no document starts with a label here.
     labels = np.argwhere(np.asarray(batch.label_mask) > 0)
