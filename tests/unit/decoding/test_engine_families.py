@@ -67,6 +67,11 @@ NAMES = ("dflash", "dflash sampled", "dflash sliding", "dspark", "dspark rnn", "
          "suffix", "previous")  # fmt: skip
 
 
+def slow_but(*fast: str) -> list:
+    """Every draft; those that are not fast run in `make test-all`."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
 def lively(leaf: jax.ShapeDtypeStruct, rng: np.random.Generator) -> jax.Array:
     noise = rng.normal(size=leaf.shape)
     return jnp.asarray(1 + 0.2 * noise if len(leaf.shape) == 1 else 0.4 * noise, leaf.dtype)
@@ -123,7 +128,7 @@ def test_every_family_of_the_catalog_is_here():
     assert {name.split()[0] for name in NAMES} | {"eagle3"} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but("dflash", "mtp", "ngram", "suffix"))
 def test_bug_case_b39_greedy_texts_are_those_of_plain_decoding(
     toy, drafted, with_context, mixed_requests, greedy_shape, name
 ):
@@ -137,7 +142,8 @@ def test_bug_case_b39_greedy_texts_are_those_of_plain_decoding(
     assert (rollouts.accepted.sum(axis=1) <= rollouts.proposed).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+# One for each way to propose; what a draft computes before it does so no right engine can tell.
+@pytest.mark.parametrize("name", slow_but("dflash sampled", "dspark rnn", "mtp", "ngram", "suffix", "previous"))
 def test_texts_follow_the_law_of_the_policy(small_toy, drafted, with_context, law_batch, law_shape, p_value, name):
     draft = drafted(small_toy, name)
     request = with_context(law_batch, draft.cfg, small_toy, law_shape)
@@ -147,10 +153,6 @@ def test_texts_follow_the_law_of_the_policy(small_toy, drafted, with_context, la
     print(f"{name}: p-value {p:.2g}, accepted {rate:.2f} of {rollouts.proposed.sum()} proposed")
     assert p > ALARM
     assert 0.02 < rate < 0.98, "a draft that is always or never right would show little"
-
-
-def slow_but(*fast: str) -> list:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
 @pytest.mark.parametrize("name", slow_but("dflash"))

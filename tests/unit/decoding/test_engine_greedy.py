@@ -29,8 +29,15 @@ def same_text(speculative, plain):
         np.testing.assert_array_equal(getattr(speculative, field), getattr(plain, field), err_msg=field)
 
 
-@pytest.mark.parametrize("places", [[1], ALL], ids=["batch1", "batch8"])
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize(
+    ("k", "places"),
+    [
+        pytest.param(1, [1], id="1-batch1"),
+        pytest.param(1, ALL, id="1-batch8", marks=pytest.mark.slow),
+        pytest.param(4, [1], id="4-batch1", marks=pytest.mark.slow),
+        pytest.param(4, ALL, id="4-batch8"),
+    ],
+)
 @pytest.mark.parametrize("draft", ["good", "random", "wrong"])
 @pytest.mark.parametrize("policy", ["bigram", "deep"])
 def test_speculative_greedy_equals_plain_greedy(roll_out, policy, draft, k, places):

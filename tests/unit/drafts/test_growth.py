@@ -91,9 +91,8 @@ def generate(policy, draft, task, sampling):
     return jax.device_get(engine.generate(*weights, request, 4))
 
 
-@pytest.mark.parametrize(
-    "temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)], ids=["temperature_1", "greedy"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["temperature_1", "greedy"])
 def test_on_the_demo_every_token_and_every_acceptance_is_that_of_the_small_pair(temperature):
     folder, task = resolve_checkpoint("shipped:arithmetic3"), ArithmeticTask(ArithmeticConfig(digits=3), 0, "held_out")
     policy = load_policy(folder / "policy")

@@ -87,7 +87,14 @@ def make_case():
     return make
 
 
-@pytest.fixture(scope="session", params=CONFIGS)
+# Windows are those of the gated draft too, and its plain head is held by tests/golden/test_dspark.py.
+LONG = ("dflash_windows", "dspark")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in CONFIGS],
+)
 def case(request, make_case) -> Case:
     """Both families, every kind of head, both layouts, all masks."""
     return make_case(CONFIGS[request.param])
