@@ -1,7 +1,7 @@
 # Everything here needs only Python 3.11+ and make; each target installs what it needs first.
 #
 #   make demo                      train the demo, leave runs/demo/report.html
-#   make demo DRAFT=dflash         the same with another draft: eagle3 dflash dspark mtp suffix ngram
+#   make demo DRAFT=dflash         the same with another draft: eagle3 dflash dspark mtp suffix ngram self_int8
 #   make test                      the test suite
 #   make test PYTHON=python3.12    the same suite on the newer pinned set, in a virtual environment of its own
 

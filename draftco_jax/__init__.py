@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from draftco_jax.drafts.eagle3.config import Eagle3Config
     from draftco_jax.drafts.mtp.config import MtpConfig
     from draftco_jax.drafts.ngram.config import NGramConfig
+    from draftco_jax.drafts.self_int8.config import SelfInt8Config
     from draftco_jax.drafts.suffix.config import SuffixConfig
     from draftco_jax.errors import UserError
     from draftco_jax.loop import train
@@ -48,6 +49,7 @@ __all__ = [
     "Qwen3Config",
     "Qwen3MoeConfig",
     "RunConfig",
+    "SelfInt8Config",
     "SuffixConfig",
     "UserError",
     "load_config",
@@ -74,6 +76,7 @@ _HOMES = {
     "Qwen3Config": "draftco_jax.models.qwen3",
     "Qwen3MoeConfig": "draftco_jax.models.qwen3_moe",
     "RunConfig": "draftco_jax.config",
+    "SelfInt8Config": "draftco_jax.drafts.self_int8.config",
     "SuffixConfig": "draftco_jax.drafts.suffix.config",
     "UserError": "draftco_jax.errors",
     "load_config": "draftco_jax.config",

@@ -22,6 +22,7 @@ from draftco_jax.drafts.base import Context, DraftConfig
 from draftco_jax.drafts.catalog import FAMILIES
 from draftco_jax.drafts.ngram.config import NGramConfig
 from draftco_jax.drafts.previous.config import PreviousConfig
+from draftco_jax.drafts.self_int8.config import SelfInt8Config
 from draftco_jax.drafts.suffix.config import SuffixConfig
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
 from draftco_jax.evaluation import build_request
@@ -123,7 +124,7 @@ def _contestants(cfg: BenchDraftsConfig, folder: Path, task: ArithmeticTask) -> 
         if family.load is not None and _shipped_draft(folder, name).is_dir():
             draft_cfg, graph, draft = family.load(_shipped_draft(folder, name), None)
             found[name] = contestant(draft_cfg, graph, draft, lambda prompts, request: None)
-    for name, draft_cfg in _copying_drafts(policy_cfg, shape).items():
+    for name, draft_cfg in _drafts_without_files(policy_cfg, shape).items():
         context = _context_of(draft_cfg, cfg, found, task, policy_cfg, policy, shape)
         draft = {"policy": _older(policy, cfg.seed)} if isinstance(draft_cfg, PreviousConfig) else {}
         found[name] = contestant(draft_cfg, graph_of(draft_cfg.build), draft, context)
@@ -134,12 +135,13 @@ def _shipped_draft(folder: Path, name: str) -> Path:
     return folder / ("draft" if name == "eagle3" else name)
 
 
-def _copying_drafts(policy_cfg: Any, shape: EngineShape) -> dict[str, DraftConfig]:
+def _drafts_without_files(policy_cfg: Any, shape: EngineShape) -> dict[str, DraftConfig]:
     """One of each family without weights of its own."""
     return {
         "ngram": NGramConfig(min_match=1),
         "suffix": SuffixConfig(history_tokens=_HISTORY_TOKENS, max_match=8),
         "previous": PreviousConfig(policy=policy_cfg, history_tokens=shape.prompt_capacity + shape.max_new_tokens),
+        "self_int8": SelfInt8Config(),
     }
 
 
@@ -163,7 +165,7 @@ def _context_of(
     shape: EngineShape,
 ) -> Callable[[tuple[Prompt, ...], Request], Context | None]:
     """What a copying draft looks at: the policy's answers to training prompts, or an older policy's to these."""
-    if isinstance(draft_cfg, NGramConfig):
+    if isinstance(draft_cfg, NGramConfig | SelfInt8Config):
         return lambda prompts, request: None
     graph = graph_of(policy_cfg.build)
     publisher = Publisher(graph, None)

@@ -141,7 +141,9 @@ def _add_generate_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--prompts", required=True, metavar="FILE", help="a prompt a line; - reads standard input")
     generate.add_argument("--format", choices=("text", "jsonl"), help="of FILE (default: jsonl if it ends so, or text)")
     generate.add_argument("--out", default="-", metavar="FILE", help="where responses go (default: standard output)")
-    generate.add_argument("--draft", metavar="DIR", help="folder of a draft for this policy, shipped:NAME, or ngram")
+    generate.add_argument(
+        "--draft", metavar="DIR", help="folder of a draft for this policy, shipped:NAME, ngram or self_int8"
+    )
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and caches")
     generate.add_argument(
         "--slots", type=int, metavar="N", help="responses made at a time (default: 8); slots of --set"

@@ -11,6 +11,7 @@ from draftco_jax.config_io import apply_overrides, load_python_config, to_json
 from draftco_jax.decoding.speculation_control import Bandit, Budget, CostModel, FixedLength
 from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import draft_configs, family_of
+from draftco_jax.drafts.self_int8.config import SelfInt8Config
 from draftco_jax.environments.catalog import TaskConfig
 from draftco_jax.errors import UserError
 from draftco_jax.models.compute import ComputeConfig, DtypeConfig
@@ -235,7 +236,8 @@ def _check_draft(cfg: RunConfig) -> None:
     cfg.draft.check_run(from_checkpoint=cfg.draft_checkpoint is not None)
     if cfg.speculation == "cotrained" and not family.trained:
         raise ValueError(
-            f"speculation=cotrained needs a draft with weights, but draft is {family.name}; use speculation=frozen"
+            f"speculation=cotrained needs a draft with weights to train, but draft is {family.name}; use "
+            "speculation=frozen"
         )
     if cfg.draft_checkpoint is not None and family.load is None:
         raise ValueError(f"draft_checkpoint={cfg.draft_checkpoint} must be none: {family.name} drafts have no weights")
@@ -309,6 +311,11 @@ def _check_rollout_devices(cfg: RunConfig) -> None:
             "rollout.devices=mesh must be one where the mesh has one device; raise mesh.data or mesh.tensor"
         )
     shards = mesh.devices // mesh.tensor
+    if mesh.tensor > 1 and cfg.speculation != "off" and isinstance(cfg.draft, SelfInt8Config):
+        raise ValueError(
+            f"mesh.tensor={mesh.tensor} must be 1 with rollout.devices=mesh and draft=SelfInt8Config, which is made of "
+            "whole weights; change it, or use rollout.devices=one"
+        )
     for name, value, off, why in (
         ("rollout.rule", rollout.rule, None, "a rule looks at the rounds of all sequences"),
         ("verify_budget", cfg.verify_budget if shards > 1 else None, None, "a budget is shared by all sequences"),

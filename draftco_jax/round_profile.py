@@ -13,7 +13,7 @@ from jaxtyping import Array, Key
 
 from draftco_jax.decoding.engine import no_context
 from draftco_jax.decoding.tree_drafts import draft_tree
-from draftco_jax.drafts.base import Features, Shared, TreeCall
+from draftco_jax.drafts.base import Features, Shared, TreeCall, borrowed
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.token_tree import Tree
 from draftco_jax.numerics.sampling import SamplingConfig
@@ -131,8 +131,11 @@ class RoundParts:
                 (drafted, _), state = draft_tree(draft, state, call, uniforms)
             return state, drafted.tokens[:, -1], total + jnp.sum(drafted.laws)
 
-        empty = draft.empty_state(start.shape[0], self._capacity, self._context)
-        return jax.lax.fori_loop(0, STEPS_PER_CALL, body, (empty, jnp.ones_like(start), jnp.float32(0.0)))
+        batch = start.shape[0]
+        cache = self._policy_graph.merge(policy).empty_cache(batch, self._capacity, self._drafted)
+        empty = draft.empty_state(batch, self._capacity, self._context)
+        state = borrowed(draft, empty, cache, jnp.ones((batch,), bool))
+        return jax.lax.fori_loop(0, STEPS_PER_CALL, body, (state, jnp.ones_like(start), jnp.float32(0.0)))
 
 
 def _milliseconds(program: Callable[[], Any]) -> float:

@@ -7,7 +7,8 @@ with them in every step.
 
 The published trees are new buffers: no array of the rollout side aliases one of the train side, nor the draft one of
 the policy. Each model keeps the version it was stamped with, and a `Published`, which is what generate takes, refuses
-two that differ.
+two that differ. A draft that is made of the policy (`drafts.base.MadeOfPolicy`) is made in the same program, of the
+policy as it is published, so that it is of its version by construction.
 
 On a mesh the train layout may be any of an update (stages, context, tensor, data); in that of rollouts (`ROLLOUT`) what
 is split over the tensor axis stays so, and all else is whole on every device, projections laid side by side too. Where
@@ -29,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.distributed.sharding import partition_specs, rollout_rules, shardings
+from draftco_jax.drafts.base import MadeOfPolicy
 from draftco_jax.models.compute import FloatName, cast_params
 from draftco_jax.models.functional import ModelGraph, Params, graph_of
 from draftco_jax.models.layer_runs import Run, unstack_layers
@@ -117,8 +119,13 @@ class Publisher:
         layers = jax.eval_shape(partial(_one_by_one, module=module), policy)
         if self._apart:
             over = rollout_rows(self._packed)
-            return graph_of(lambda rngs: TensorDecoder(module.cfg, over, module.compute, rngs=rngs)), fused_draft
-        return _fused_graph(_graph_one_by_one(policy_graph, policy, module), layers), fused_draft
+            fused = graph_of(lambda rngs: TensorDecoder(module.cfg, over, module.compute, rngs=rngs))
+        else:
+            one_by_one = _graph_one_by_one(policy_graph, policy, module)
+            fused = _fused_graph(one_by_one, layers)
+            layers = jax.eval_shape(partial(_fused_params, one_by_one), layers)
+        maker = self._draft_of_policy(draft)
+        return fused, fused_draft if maker is None else _made_graph(maker, fused, layers)
 
     def publish(self, policy: Params, draft: Params | None, version: PolicyVersion) -> Published:
         """Lay both trees out for rollouts and stamp them."""
@@ -130,6 +137,15 @@ class Publisher:
         return self._relayout.lower(policy, draft)
 
     def _to_rollout(self, policy: Params, draft: Params | None) -> tuple[Params, Params | None]:
+        laid_out, fused_draft = self._both_to_rollout(policy, draft)
+        maker = self._draft_of_policy(draft)
+        if maker is None:
+            return laid_out, fused_draft
+        module = self.rollout_graphs(policy, None)[0].merge(laid_out)
+        made = _copies(nnx.to_pure_dict(nnx.state(maker.made_of(module), nnx.Param)))
+        return laid_out, self._laid_out(made, jax.tree.map(lambda _: PartitionSpec(), made))
+
+    def _both_to_rollout(self, policy: Params, draft: Params | None) -> tuple[Params, Params | None]:
         policy_graph, draft_graph = self._train_graphs
         fused_draft = None
         if draft is not None and draft_graph is not None:
@@ -152,6 +168,14 @@ class Publisher:
         policy = self._laid_out(_one_by_one(policy, module), before)
         policy = policy if self._apart else _fused_params(graph, policy)
         return self._laid_out(_copies(policy), specs), fused_draft
+
+    def _draft_of_policy(self, draft: Params | None) -> MadeOfPolicy | None:
+        """The draft of the train layout where its weights are made of the policy's."""
+        draft_graph = self._train_graphs[1]
+        if draft_graph is None or draft is None:
+            return None
+        module = draft_graph.merge(draft)
+        return module if isinstance(module, MadeOfPolicy) else None
 
     def _policy_module(self, policy: Params) -> Decoder:
         module = _module(self._train_graphs[0], policy)
@@ -227,6 +251,12 @@ def _fused_params(graph: ModelGraph, params: Params) -> Params:
 def _copies(params: Params) -> Params:
     """Arrays of their own: what a jitted function returns as it came is no new buffer."""
     return jax.tree.map(jnp.copy, params)
+
+
+def _made_graph(maker: MadeOfPolicy, graph: ModelGraph, params: Params) -> ModelGraph:
+    """Of the draft that is made of a policy of this structure."""
+    zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)  # noqa: E731
+    return graph_of(lambda rngs: maker.made_of(graph.merge(zeros())))
 
 
 def _fused_graph(graph: ModelGraph, params: Params) -> ModelGraph:

@@ -46,7 +46,7 @@ from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.decoding.stopping import StopTable
 from draftco_jax.decoding.streaming import Progressed, Streaming
 from draftco_jax.decoding.tree_rounds import play_tree
-from draftco_jax.drafts.base import Context, Draft, Features, Shared, TreeCall
+from draftco_jax.drafts.base import Context, Draft, Features, Shared, TreeCall, borrowed, given_back
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.kv_cache import Cache
@@ -160,9 +160,11 @@ def _play_line(
     """Propose, verify: what the round gives, and the draft's state, the cache and the log after it."""
     (policy, draft), (state, cache, log) = models, caches
     k = call.numbers.shape[1] - 1
+    state = borrowed(draft, state, cache, call.live)
     proposal, state = draft.propose(
         state, call.newest, call.anchor, call.numbers[:, :k, PROPOSE], call.sampling, call.shared
     )
+    state, cache = given_back(draft, state, cache)
     if shape.verify_budget is not None:
         proposal = limit(proposal, call.live, shape.verify_budget)
     drafts, q, proposed = proposal

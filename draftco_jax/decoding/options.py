@@ -152,7 +152,7 @@ class RequestLaw:
         return log_law_each(without_early_stops(logits, self.written, self.limits), self.sampling, self.filters)
 
     def law(
-        self, logits: Float[Array, "B *t W"], first: int = 0, ids: Int[Array, " W"] | None = None
+        self, logits: Float[Array, "B *t W"], first: int | Int[Array, ""] = 0, ids: Int[Array, " W"] | None = None
     ) -> Float32[Array, "B *t W"]:
         """Of a draft (`drafts.base.DraftSampling`): what the policy may not write is not proposed.
 

@@ -26,7 +26,8 @@ from draftco_jax.decoding.options import RequestLaw
 from draftco_jax.decoding.records import RULES, Response, Stats, committed_tokens, is_stop
 from draftco_jax.decoding.slots import Ends, Slots, State, Table, Work, over
 from draftco_jax.decoding.stopping import BY_STOP_ID, BY_STOP_STRING, Limits, end_of_block
-from draftco_jax.drafts.base import Features, Proposal, ReadsSiblings
+from draftco_jax.drafts.base import Features, Proposal, ReadsSiblings, borrowed, given_back
+from draftco_jax.models.paged_cache import PagedCache
 from draftco_jax.numerics.rows import pick
 from draftco_jax.numerics.sampling import ACCEPT, COMMIT, PROPOSE, SamplingConfig, draw
 
@@ -54,12 +55,12 @@ def play(work: Work, table: Table, state: State, number: int) -> State:
     place, slots, stats = places(table, state), state.slots, state.stats
     sampling = _sampling(work, table, state, place)
     ahead = _uniforms(work, table, state, place, k)
-    proposal, draft = _propose(work, table, slots, place, ahead, sampling)
+    proposal, draft, cache = _propose(work, table, slots, place, ahead, sampling)
     if k and work.shape.verify_budget is not None:
         proposal = limit(proposal, place.live, work.shape.verify_budget)
     block = jnp.concatenate([slots.newest[:, None], proposal.tokens], axis=1)
     active = place.live[:, None] & (jnp.arange(k + 1)[None, :] <= proposal.count[:, None])
-    step = work.policy.step(block, place.anchor, slots.cache, tap_layers=work.tap_layers, active=active)
+    step = work.policy.step(block, place.anchor, cache, tap_layers=work.tap_layers, active=active)
     log = _logged(work, table, state.log, step.experts, place, active)
     laws = sampling.log_law(work.policy.logits(step.hidden))
     if k:
@@ -124,22 +125,24 @@ def _propose(
     place: Place,
     ahead: Float[Array, "S r 3"],
     sampling: SamplingConfig | RequestLaw,
-) -> tuple[Proposal, Any]:
-    """Drafts of all slots, none for those that have not begun."""
+) -> tuple[Proposal, Any, PagedCache]:
+    """Drafts of all slots, none for those that have not begun; the draft's state and the policy's cache."""
     k, rows = ahead.shape[1] - 1, place.who.shape[0]
     if not k or work.draft is None:
         vocab = work.policy.cfg.vocab_size
         none = jnp.zeros((rows, 0), jnp.int32)
-        return Proposal(none, jnp.zeros((rows, 0, vocab)), jnp.zeros((rows,), jnp.int32)), slots.draft
+        return Proposal(none, jnp.zeros((rows, 0, vocab)), jnp.zeros((rows,), jnp.int32)), slots.draft, slots.cache
     state = slots.draft
     if isinstance(work.draft, ReadsSiblings):
         state = work.draft.place_siblings(state, _siblings(table, slots, place))
+    state = borrowed(work.draft, state, slots.cache, place.live)
     proposal, state = work.draft.propose(
         state, slots.newest, place.anchor, ahead[:, :k, PROPOSE], sampling, work.shared
     )
+    state, cache = given_back(work.draft, state, slots.cache)
     tokens, laws, count = proposal
     laws = jnp.where(place.first[:, None, None], 0.0, laws)
-    return Proposal(tokens, laws, jnp.where(place.first, 0, count)), state
+    return Proposal(tokens, laws, jnp.where(place.first, 0, count)), state, cache
 
 
 def _siblings(table: Table, slots: Slots, place: Place) -> Int[Array, "S G"]:

@@ -25,7 +25,7 @@ from draftco_jax.decoding.experts import ExpertLog, log_step
 from draftco_jax.decoding.records import Verified
 from draftco_jax.decoding.tree_drafts import draft_tree
 from draftco_jax.decoding.trees import committed, verify
-from draftco_jax.drafts.base import Draft, TreeCall
+from draftco_jax.drafts.base import Draft, TreeCall, borrowed, given_back
 from draftco_jax.models.kv_cache import Cache, compacted
 from draftco_jax.models.transformer import Decoder
 from draftco_jax.numerics.rows import pick
@@ -51,7 +51,9 @@ def play_tree(
     (policy, draft), (state, cache, log), tree = models, caches, call.tree
     n, e = tree.drafted, tree.depth + 1
     numbers = round_uniforms(*keys, n + 1)
+    state = borrowed(draft, state, cache, live)
     (candidates, proposed), state = draft_tree(draft, state, call, numbers[:, :n, PROPOSE])
+    state, cache = given_back(draft, state, cache)
     block = jnp.concatenate([call.newest[:, None], candidates.tokens], axis=1)
     active = live[:, None] & jnp.pad(proposed, ((0, 0), (1, 0)), constant_values=True)
     hidden, taps, cache, ids = policy.step(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_c
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from draftco_jax.context_parallel import WHOLE_ROWS, PackedRows
 from draftco_jax.models.token_tree import Tree
@@ -86,7 +86,7 @@ class DraftSampling(Protocol):
     (`decoding.options.RequestLaw`)."""
 
     def law(
-        self, logits: Float[Array, "B *t W"], first: int = 0, ids: Int[Array, " W"] | None = None
+        self, logits: Float[Array, "B *t W"], first: int | Int[Array, ""] = 0, ids: Int[Array, " W"] | None = None
     ) -> Float[Array, "B *t W"]:
         """Laws of consecutive drafts, float32.
 
@@ -140,6 +140,41 @@ class ReadsSiblings(Protocol):
     def place_siblings(self, state: Any, rows: Int[Array, "B G"]) -> Any:
         """The state with `Context.siblings` as rows of now, -1 for one that is in no row."""
         ...
+
+
+@runtime_checkable
+class MadeOfPolicy(Protocol):
+    """A draft whose weights a publish makes of the policy's; it has none to train, to save or to load."""
+
+    def made_of(self, policy: Decoder) -> nnx.Module:
+        """The draft of a published policy, whose modules it may take over."""
+        ...
+
+
+@runtime_checkable
+class SharesCache(Protocol):
+    """A draft that proposes over the policy's own cache and has none.
+
+    What it writes lies from the anchor on, where the verify forward writes before it reads.
+    """
+
+    def borrow(self, state: Any, cache: Any, live: Bool[Array, " B"]) -> Any:
+        """The state for `Draft.propose`; `live` requests decode, and nothing is written for the others."""
+        ...
+
+    def give_back(self, state: Any) -> tuple[Any, Any]:
+        """The state apart from the cache, of which the verify forward reads what is before the anchor."""
+        ...
+
+
+def borrowed(draft: Draft, state: Any, cache: Any, live: Bool[Array, " B"]) -> Any:
+    """The state that a draft of any family proposes with."""
+    return draft.borrow(state, cache, live) if isinstance(draft, SharesCache) else state
+
+
+def given_back(draft: Draft, state: Any, cache: Any) -> tuple[Any, Any]:
+    """State and cache after the draft has proposed; `cache` is what it was lent."""
+    return draft.give_back(state) if isinstance(draft, SharesCache) else (state, cache)
 
 
 class TreeCall(NamedTuple):

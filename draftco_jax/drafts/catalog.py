@@ -12,6 +12,7 @@ from draftco_jax.drafts.eagle3 import EAGLE3
 from draftco_jax.drafts.mtp import MTP
 from draftco_jax.drafts.ngram import NGRAM
 from draftco_jax.drafts.previous import PREVIOUS
+from draftco_jax.drafts.self_int8 import SELF_INT8
 from draftco_jax.drafts.suffix import SUFFIX
 from draftco_jax.errors import UserError
 
@@ -30,7 +31,7 @@ def catalog_of(families: Iterable[DraftFamily]) -> Mapping[str, DraftFamily]:
     return MappingProxyType(by_name)
 
 
-FAMILIES = catalog_of((EAGLE3, DFLASH, DSPARK, MTP, NGRAM, SUFFIX, PREVIOUS))
+FAMILIES = catalog_of((EAGLE3, DFLASH, DSPARK, MTP, NGRAM, SUFFIX, PREVIOUS, SELF_INT8))
 
 
 def draft_configs() -> tuple[type[DraftConfig], ...]:

@@ -28,6 +28,7 @@ from draftco_jax.drafts.base import DraftConfig
 from draftco_jax.drafts.catalog import FAMILIES
 from draftco_jax.drafts.ngram.config import NGramConfig
 from draftco_jax.drafts.recognise import draft_family_in
+from draftco_jax.drafts.self_int8.config import SelfInt8Config
 from draftco_jax.errors import UserError
 from draftco_jax.generate.calls import ROWS_OF_A_CALL, parted, sizes_of
 from draftco_jax.generate.line_options import LineOptions, require_seed
@@ -45,7 +46,8 @@ from draftco_jax.text.tokenizer import Tokenizer
 from draftco_jax.types import PolicyVersion
 from draftco_jax.weight_sync import Published, Publisher
 
-NGRAM = "ngram"
+WITHOUT_FILES: dict[str, type[DraftConfig]] = {"ngram": NGramConfig, "self_int8": SelfInt8Config}
+"""Drafts that are named instead of read from a folder."""
 _USUAL_DRAFT_LENGTH = 4
 _TURNS_OF_A_STEP = 32
 _LINE_SEEDS = 2**32 - 1
@@ -108,7 +110,7 @@ def load_model(
     dtype: FloatName = "float32",
     step_matmul: Literal["xla", "skinny"] = "xla",
 ) -> Model:
-    """Read a policy with its tokenizer and stop tokens, and a draft: a folder, or "ngram" for prompt lookup.
+    """Read a policy with its tokenizer and stop tokens, and a draft: a folder, or a name of `WITHOUT_FILES`.
 
     `step_matmul` is that of the policy (`ComputeConfig`).
 
@@ -141,12 +143,13 @@ def load_model(
 def _load_draft(draft: str | None) -> tuple[DraftConfig | None, ModelGraph | None, Params | None]:
     if draft is None:
         return None, None, None
-    if draft == NGRAM:
-        cfg = NGramConfig()
+    if draft in WITHOUT_FILES:
+        cfg = WITHOUT_FILES[draft]()
         return cfg, graph_of(cfg.build), {}
     folder = Path(draft)
     if not folder.is_dir():
-        raise UserError(f"draft {draft} is neither a folder nor {NGRAM!r}; give one of them")
+        names = " nor ".join(repr(name) for name in WITHOUT_FILES)
+        raise UserError(f"draft {draft} is neither a folder nor {names}; give one of them")
     family = draft_family_in(folder)
     if family is None or family.load is None:
         having = ", ".join(other.name for other in FAMILIES.values() if other.load is not None)

@@ -39,7 +39,7 @@ def generate_file(
     Args:
         cfg: how responses are made.
         model: folder of the policy, or `shipped:NAME`.
-        draft: folder of a draft, `shipped:NAME`, or "ngram"; None: plain decoding.
+        draft: folder of a draft, `shipped:NAME`, "ngram" or "self_int8"; None: plain decoding.
         prompts: file of prompts (`generate.prompts`); "-" is standard input.
         form: of that file; None: jsonl where its name ends so, else text.
         out: file of responses, written anew; "-" is standard output.

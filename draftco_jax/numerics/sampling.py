@@ -62,7 +62,7 @@ class SamplingConfig:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def law(
-        self, logits: Float[Array, "*b V"], first: int = 0, ids: Int[Array, " V"] | None = None
+        self, logits: Float[Array, "*b V"], first: int | Int[Array, ""] = 0, ids: Int[Array, " V"] | None = None
     ) -> Float[Array, "*b V"]:
         """`law` of a draft's logits (`drafts.base.DraftSampling`): alike in all rows, whichever drafts they are."""
         del first, ids

@@ -15,9 +15,11 @@ from draftco_jax.drafts.dspark.config import DSparkConfig
 from draftco_jax.drafts.mtp.config import MtpConfig
 from draftco_jax.drafts.ngram.config import NGramConfig
 from draftco_jax.drafts.previous.config import PreviousConfig
+from draftco_jax.drafts.self_int8.config import SelfInt8Config
 from draftco_jax.drafts.suffix.config import SuffixConfig
 from draftco_jax.metrics import Progress, read_metrics, read_summary
 from draftco_jax.models.token_tree import TreeConfig
+from draftco_jax.training.mesh_config import MeshConfig
 from draftco_jax.types import StepReport
 
 
@@ -30,6 +32,7 @@ def draft_of(name: str, policy) -> dc.RunConfig:
         "mtp": lambda: MtpConfig.for_target(policy, **narrow, steps=2),
         "ngram": lambda: NGramConfig(min_match=1),
         "suffix": lambda: SuffixConfig(history_tokens=256, max_match=4),
+        "self_int8": SelfInt8Config,
     }[name]()
 
 
@@ -47,7 +50,12 @@ def config(small):
 
 
 @pytest.mark.parametrize(
-    "name", ["dflash", "ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dspark", "mtp", "suffix"))]
+    "name",
+    [
+        "dflash",
+        "ngram",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dspark", "mtp", "suffix", "self_int8")),
+    ],
 )
 def test_a_run_of_every_family_ends_with_its_report_and_resumes(name, config, train, lines, tmp_path):
     cfg, whole, stopped = config(name), tmp_path / "whole", tmp_path / "stopped"
@@ -77,11 +85,15 @@ def test_the_suffix_draft_remembers_the_rollouts_of_earlier_steps(config, train,
 
 
 def test_a_draft_without_weights_is_not_cotrained_and_the_previous_text_not_trained_with(config):
-    with pytest.raises(ValueError, match="speculation=cotrained needs a draft with weights, but draft is ngram"):
-        dataclasses.replace(config("ngram"), speculation="cotrained")
+    for name in ("ngram", "self_int8"):
+        with pytest.raises(ValueError, match=f"speculation=cotrained needs .* weights to train, but draft is {name}"):
+            dataclasses.replace(config(name), speculation="cotrained")
     policy = config("ngram").policy
     with pytest.raises(ValueError, match="must not be trained with"):
         dataclasses.replace(config("ngram"), draft=PreviousConfig(policy=policy, history_tokens=64))
+    spread = {"mesh": MeshConfig(tensor=2), "rollout": dataclasses.replace(config("ngram").rollout, devices="mesh")}
+    with pytest.raises(ValueError, match="mesh.tensor=2 must be 1 with rollout.devices=mesh and draft=SelfInt8Config"):
+        dataclasses.replace(config("self_int8"), **spread)
     with pytest.raises(ValueError, match="draft_length=3 must be <= 2"):
         dataclasses.replace(config("dflash"), draft_length=3)
 
@@ -100,7 +112,7 @@ def test_saved_configs_name_their_family(config):
     from draftco_jax.config import config_registry
     from draftco_jax.config_io import from_json, to_json
 
-    for name in ("dflash", "dspark", "mtp", "ngram", "suffix"):
+    for name in ("dflash", "dspark", "mtp", "ngram", "suffix", "self_int8"):
         cfg = config(name)
         assert from_json(dc.RunConfig, json.loads(json.dumps(to_json(cfg))), config_registry()) == cfg
 

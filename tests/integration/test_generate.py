@@ -57,6 +57,15 @@ def test_a_draft_changes_nothing_but_the_time(greedy, drafted):
     assert sum(s.committed for s in generator.stats) > 1.5 * sum(s.rounds for s in generator.stats)
 
 
+@pytest.mark.slow
+def test_the_policys_int8_copy_is_a_draft_without_a_folder(greedy):
+    found, generator = responses(load_model(FOLDER, "self_int8"), GREEDY)
+    assert [(r.index, r.tokens) for r in found] == [(r.index, r.tokens) for r in greedy]
+    for one, other in zip(found, greedy, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert sum(s.committed for s in generator.stats) > 3 * sum(s.rounds for s in generator.stats)
+
+
 def test_a_response_says_why_it_ended(plain, greedy):
     assert {r.stop_reason for r in greedy} == {"stop_token"}
     assert all(r.tokens[-1] == r.stop == plain.tokenizer.eos_id for r in greedy)
@@ -146,7 +155,10 @@ def test_the_command_writes_a_line_for_each_response(tmp_path, monkeypatch, caps
         (["nowhere", "--prompts", "-"], "nowhere is not a folder"),
         ([POLICY, "--prompts", "nowhere.txt"], "--prompts nowhere.txt cannot be read"),
         ([POLICY, "--prompts", "-", "--out", "nowhere/x"], "there is no folder nowhere"),
-        ([POLICY, "--prompts", "-", "--draft", "nowhere"], "draft nowhere is neither a folder nor 'ngram'"),
+        (
+            [POLICY, "--prompts", "-", "--draft", "nowhere"],
+            "draft nowhere is neither a folder nor 'ngram' nor 'self_int8'",
+        ),
         ([POLICY, "--prompts", "-", "--draft", POLICY], "holds no draft that is known here"),
         ([POLICY, "--prompts", "-", "--draft", "shipped:arithmetic3/draft"], "is not for"),
         ([POLICY, "--prompts", "-", "--slots", "0"], "slots=0 must be >= 1"),
