@@ -76,7 +76,7 @@ def make_head(cfg: MtpConfig | None = None, **changes) -> Head:
     return Head(cfg, graph_of(cfg.build), jax.tree.map(draw, abstract_params(cfg.build)))
 
 
-@pytest.fixture(scope="session", params=CASES)
+@pytest.fixture(scope="session", params=slow_but(CASES, "qwen3_5", "deepseek", "mimo-step"))
 def head(request) -> Head:
     """Every style; the pattern of drafting and FastMTP's."""
     return make_head(**CASES[request.param])
