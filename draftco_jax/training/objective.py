@@ -15,7 +15,8 @@ from draftco_jax.drafts.base import DraftConfig, DraftReport, Target, TrainingCo
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.experts import expert_metrics
-from draftco_jax.losses.policy import clipped_surrogate, kl_k3
+from draftco_jax.losses.kl import kl_k3
+from draftco_jax.losses.policy import clipped_surrogate
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.moe_routing import RoutingSums

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draftco_jax.losses.policy import clipped_surrogate, kl_k3
+from draftco_jax.losses.kl import kl_k3
+from draftco_jax.losses.policy import clipped_surrogate
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 

@@ -12,7 +12,7 @@ import pytest
 from draftco_jax.context_parallel import WHOLE_ROWS
 from draftco_jax.drafts.eagle3.config import Eagle3Config
 from draftco_jax.losses.draft import expected_accepted_length
-from draftco_jax.losses.policy import kl_k3
+from draftco_jax.losses.kl import kl_k3
 from draftco_jax.models.functional import abstract_params, graph_of
 from draftco_jax.training.objective import Counts, GrpoConfig, global_counts, labels_of, objective, policy_terms
 from draftco_jax.types import PackedBatch
