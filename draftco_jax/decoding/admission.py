@@ -1,15 +1,14 @@
 """How requests come into slots and leave them: end, stage, read a chunk, start. Each is a function of the state.
 
     end      a slot whose request gets no further token gives its pages back and is empty
-    stage    the next prompt in the table gets a staging row and the pages it needs
-    read     every staging row reads one chunk of its prompt, draft included
+    stage    the next prompts in the table get staging rows and the pages they need
+    read     every prompt that is not read to its end gets on by a chunk, draft included, a few prompts in a forward
     start    requests whose prompt is read get empty slots, in the order of the table, as far as pages allow
 
-A prompt is read but for its last token. That one is the first that the slot decodes: its round has no drafts, so the
-token after it is drawn from the policy's law with the request's own random number, and the draft absorbs it as it
-absorbs any token. What several requests have in common thus ends before anything that is a request's own, and starting
-one is copying and nothing else: full pages get one owner more, the page in which the prompt ends is copied, so are the
-rows of recurrent states and of the draft's. Sharing or not is the same computation.
+What several requests have in common, their prompt, ends before anything that is a request's own, and starting one is
+copying and nothing else: full pages get one owner more, the page in which the prompt ends is copied, so are the rows of
+recurrent states and of the draft's. Sharing or not is the same computation. The first token is drawn then
+(`rounds.open_responses`), from the logits that were kept with the prompt and with the request's own random number.
 
 A request is started when the pool has pages for all that it may ever write (prompt, its new tokens, drafts after them),
 so nothing that decodes can run out of pages.
@@ -21,14 +20,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Bool, Int32
 
 from draftco_jax.decoding.pages import free_pages, give_back, pages_of, share, take
-from draftco_jax.decoding.slots import Slots, Staging, State, Table, Work, over, with_pools, without_pools
-from draftco_jax.decoding.state_rows import replaced, spoiled, taken
+from draftco_jax.decoding.slots import Slots, Staging, Starts, State, Table, Work, over, with_pools, without_pools
+from draftco_jax.decoding.state_rows import put_back, replaced, spoiled, taken
 from draftco_jax.drafts.base import Context, Features
 from draftco_jax.models.paged_cache import NOBODY, PagedCache, is_paged
-from draftco_jax.numerics.rows import pick, slice_rows, update_rows
+from draftco_jax.numerics.rows import pick, row_at, slice_rows, update_rows
 
 # ---- end ----
 
@@ -65,7 +64,7 @@ def _left(cache: PagedCache, rows: Bool[Array, " B"], owners: Int32[Array, " Q"]
 
 def _spoiled_pages(layers: Any, pages: Bool[Array, " Q"]) -> Any:
     def one(pool: Array) -> Array:
-        here = jnp.expand_dims(pages, [d for d in range(pool.ndim) if d != pool.ndim - 4])  # stacked layers come first
+        here = jnp.expand_dims(pages, [d for d in range(pool.ndim) if d != pool.ndim - 3])
         return jnp.where(here, jnp.full_like(pool, jnp.nan), pool)
 
     spoil = lambda node: jax.tree.map(one, node) if is_paged(node) else node  # noqa: E731
@@ -80,41 +79,48 @@ def _spoiled_rows(work: Work, table: Table, rows: Slots | Staging, mask: Bool[Ar
 # ---- stage ----
 
 
-def may_stage(work: Work, table: Table, state: State) -> Bool[Array, ""]:
-    """Whether there is a prompt, a row for it and pages for it."""
-    return _fits(work, table, state.staging, state.owners, state.staged)
+class Stages(NamedTuple):
+    """Which staging rows get which prompts."""
+
+    rows: jax.Array  # bool[P]
+    request: jax.Array  # i32[P] the first request with the prompt
 
 
-def _fits(
-    work: Work, table: Table, staging: Staging, owners: Int32[Array, " Q"], request: Int32[Array, ""]
-) -> Bool[Array, ""]:
-    need = pages_of(table.lengths[jnp.minimum(request, table.count - 1)] - 1, work.slots.page)
-    return (request < table.known) & jnp.any(staging.first == table.count) & (need <= free_pages(owners))
+def may_stage(work: Work, table: Table, state: State) -> Stages:
+    """The next prompts of the table, as many as there are empty rows and free pages for.
+
+    Prompts that others were staged before leave free what the longest request takes, so that those can be started
+    whatever waits behind them.
+    """
+    free = state.staging.first == table.count
+    ahead = table.group[jnp.minimum(state.staged, table.count - 1)] + jnp.arange(free.shape[0], dtype=jnp.int32)
+    begins = jnp.where(ahead < table.count, table.begins[jnp.minimum(ahead, table.count - 1)], table.count)
+    request = jnp.maximum(begins, state.staged)  # later requests may have joined the group of the last one staged
+    at = jnp.minimum(request, table.count - 1)
+    need = jnp.cumsum(pages_of(table.lengths[at], work.slots.page))
+    need += jnp.where(jnp.all(free) & (jnp.arange(free.shape[0]) == 0), 0, work.most_pages)
+    goes = (request < table.known) & (need <= free_pages(state.owners))
+    count = jnp.sum(jnp.cumprod(goes.astype(jnp.int32)))
+    place = jnp.cumsum(free.astype(jnp.int32)) - 1  # the first empty row gets the first prompt
+    return Stages(free & (place < count), at[jnp.clip(place, 0, free.shape[0] - 1)])
 
 
-def stage(work: Work, table: Table, state: State) -> State:
-    """Give the next prompts rows, as many as there are rows and pages for."""
-    staging, owners, request = state.staging, state.owners, state.staged
-    rows = staging.first.shape[0]
-    fresh = jnp.zeros((rows,), bool)
-    for _ in range(rows):
-        fits = _fits(work, table, staging, owners, request)
-        here = fits & (jnp.arange(rows) == jnp.argmax(staging.first == table.count))
-        at = jnp.minimum(request, table.count - 1)
-        length = table.lengths[at] - 1
-        column = jnp.arange(staging.cache.table[0].size, dtype=jnp.int32).reshape(staging.cache.table.shape[1:])
-        wanted = here[:, None, None] & (column < pages_of(length, work.slots.page))[None]
-        pages, owners = take(owners, wanted)
-        staging = staging._replace(
-            first=jnp.where(here, request, staging.first),
-            until=jnp.where(here, table.until[at], staging.until),
-            length=jnp.where(here, length, staging.length),
-            position=jnp.where(here, 0, staging.position),
-            cache=staging.cache._replace(table=jnp.where(here[:, None, None], pages, staging.cache.table)),
-        )
-        fresh |= here
-        request = jnp.where(fits, table.until[at], request)
-    return state._replace(staging=_begun(work, table, staging, fresh), owners=owners, staged=request)
+def stage(work: Work, table: Table, state: State, stages: Stages) -> State:
+    """Give prompts their rows."""
+    staging, (rows, request) = state.staging, stages
+    length = table.lengths[request]
+    column = jnp.arange(staging.cache.table[0].size, dtype=jnp.int32).reshape(staging.cache.table.shape[1:])
+    wanted = rows[:, None, None] & (column[None] < pages_of(length, work.slots.page)[:, None, None])
+    pages, owners = take(state.owners, wanted)
+    staging = staging._replace(
+        first=jnp.where(rows, request, staging.first),
+        until=jnp.where(rows, table.until[request], staging.until),
+        length=jnp.where(rows, length, staging.length),
+        position=jnp.where(rows, 0, staging.position),
+        cache=staging.cache._replace(table=jnp.where(rows[:, None, None], pages, staging.cache.table)),
+    )
+    staged = jnp.maximum(state.staged, jnp.max(jnp.where(rows, table.until[request], 0)))
+    return state._replace(staging=_begun(work, table, staging, rows), owners=owners, staged=staged)
 
 
 def _begun(work: Work, table: Table, staging: Staging, fresh: Bool[Array, " P"]) -> Staging:
@@ -137,50 +143,60 @@ def being_read(table: Table, staging: Staging) -> Bool[Array, " P"]:
 
 
 def read(work: Work, table: Table, state: State) -> State:
-    """One chunk of every prompt that is being read: policy and draft."""
+    """One chunk of every prompt that is being read, a few prompts in a forward."""
+    rows = state.staging.first.shape[0]
+    at_once = min(work.slots.read_rows, rows)
+
+    def some(carry: tuple[State, Array]) -> tuple[State, Array]:
+        state, waiting = carry
+        chosen = jnp.nonzero(waiting, size=at_once, fill_value=rows)[0].astype(jnp.int32)
+        return _read_rows(work, table, state, chosen), waiting.at[chosen].set(False, mode="drop")
+
+    carry = state, being_read(table, state.staging)
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), some, carry)[0]
+
+
+def _read_rows(work: Work, table: Table, state: State, rows: Int32[Array, " R"]) -> State:
+    """A chunk of the prompts in these staging rows, of which those beyond the last are none."""
     staging, chunk = state.staging, work.chunk
-    running, at = being_read(table, staging), staging.position
-    who = jnp.minimum(staging.first, table.count - 1)
-    tokens, following = (_from_prompts(table, who, at + after, chunk) for after in (0, 1))
-    count = jnp.where(running, jnp.minimum(staging.length - at, chunk), 0)
+    real, own = rows < staging.first.shape[0], jnp.minimum(rows, staging.first.shape[0] - 1)
+    at, length = staging.position[own], staging.length[own]
+    who = jnp.minimum(staging.first[own], table.count - 1)
+    tokens, following = (slice_rows(table.prompts[who], at + after, chunk) for after in (0, 1))
+    count = jnp.where(real, jnp.minimum(length - at, chunk), 0)
+    cache = with_pools(staging.cache, state.slots.cache)
+    cache = cache._replace(layers=taken(work.layer_dims, cache.layers, own), table=staging.cache.table[own])
     active = jnp.arange(chunk)[None, :] < count[:, None]
-    step = work.policy.step(
-        tokens,
-        at,
-        with_pools(staging.cache, state.slots.cache),
-        tap_layers=work.tap_layers,
-        lengths=count,
-        active=active,
+    step = work.policy.step(tokens, at, cache, tap_layers=work.tap_layers, lengths=count, active=active)
+    last = jnp.maximum(count - 1, 0)
+    taps, hidden = row_at(step.taps, last), row_at(step.hidden, last)
+    put = lambda leaf, new: leaf.at[rows].set(new.astype(leaf.dtype), mode="drop")  # noqa: E731
+    own_cache = without_pools(step.cache)
+    layers = put_back(work.layer_dims, staging.cache.layers, rows, own_cache.layers)
+    after = staging._replace(
+        position=put(staging.position, at + count),
+        cache=staging.cache._replace(layers=layers),
+        logits=put(staging.logits, work.policy.logits(hidden)),
+        taps=put(staging.taps, taps),
+        hidden=put(staging.hidden, hidden),
     )
-    slots = state.slots._replace(cache=with_pools(state.slots.cache, step.cache))
-    draft = staging.draft
     if work.draft is not None:
-        last = jnp.maximum(count - 1, 0)
-        features = Features(tokens, following, step.taps, step.hidden, at, last).astype(work.draft_dtype)
-        # A row that reads nothing now stays as it is: rows after the last true one may be stored.
-        absorbed = work.draft.absorb(draft, features, work.shared)
-        draft = replaced(work.draft_dims(table.context), running, absorbed, draft)
-    experts = staging.experts
-    if experts is not None and step.experts is not None:
-        written = update_rows(experts, step.experts.astype(experts.dtype), at)
-        experts = jnp.where(running[:, None, None, None], written, experts)
-    staging = staging._replace(position=at + count, cache=without_pools(step.cache), draft=draft, experts=experts)
-    return state._replace(slots=slots, staging=staging)
-
-
-def _from_prompts(table: Table, who: Int32[Array, " P"], at: Int[Array, " P"], count: int) -> Int32[Array, "P C"]:
-    return slice_rows(table.prompts[who], at, count)
+        # The token after the last one of a prompt is each request's own.
+        known = jnp.where(at + count < length, count, count - 1)
+        features = Features(tokens, following, step.taps, step.hidden, at, jnp.maximum(known - 1, 0))
+        dims = work.draft_dims(table.context)
+        before = taken(dims, staging.draft, own)
+        absorbed = work.draft.absorb(before, features.astype(work.draft_dtype), work.shared)
+        absorbed = replaced(dims, known > 0, absorbed, before)
+        after = after._replace(draft=put_back(dims, staging.draft, rows, absorbed))
+    if staging.experts is not None and step.experts is not None:
+        written = update_rows(staging.experts[own], step.experts.astype(staging.experts.dtype), at)
+        after = after._replace(experts=put(staging.experts, written))
+    slots = state.slots._replace(cache=with_pools(state.slots.cache, step.cache))
+    return state._replace(slots=slots, staging=after)
 
 
 # ---- start ----
-
-
-class Starts(NamedTuple):
-    """Which slots get which requests."""
-
-    slots: jax.Array  # bool[S]
-    request: jax.Array  # i32[S]
-    row: jax.Array  # i32[S] staging row in which its prompt was read
 
 
 def _all_pages(work: Work, table: Table, request: Int32[Array, " S"]) -> Int32[Array, " S"]:
@@ -190,7 +206,7 @@ def _all_pages(work: Work, table: Table, request: Int32[Array, " S"]) -> Int32[A
 
 def _full_pages(work: Work, table: Table, request: Int32[Array, " S"]) -> Int32[Array, " S"]:
     """Pages that hold prompt tokens alone, and will hold nothing else."""
-    return (table.lengths[request] - 1) // work.slots.page
+    return table.lengths[request] // work.slots.page
 
 
 def may_start(work: Work, table: Table, state: State) -> Starts:
@@ -223,16 +239,15 @@ def start(work: Work, table: Table, state: State, starts: Starts) -> State:
     new, owners = take(share(state.owners, shared), wanted)
     pages = jnp.where(mask[:, None], shared + new, flat(slots.cache.table))
 
-    split = mask & ((table.lengths[request] - 1) % work.slots.page > 0)  # the prompt ends within a page
+    split = mask & (table.lengths[request] % work.slots.page > 0)  # the prompt ends within a page
     source, target = (jnp.where(split, pick(names, full), NOBODY) for names in (beginning, pages))
     copy = lambda node: node.copied(source, target) if is_paged(node) else node  # noqa: E731
     layers = jax.tree.map(copy, slots.cache.layers, is_leaf=is_paged)
     layers = replaced(work.layer_dims, mask, taken(work.layer_dims, staging.cache.layers, row), layers)
     dims = work.draft_dims(table.context)
-    newest = pick(table.prompts[request], table.lengths[request] - 1)
     slots = Slots(
         request=jnp.where(mask, request, slots.request),
-        newest=jnp.where(mask, newest, slots.newest),
+        newest=slots.newest,
         cache=slots.cache._replace(layers=layers, table=pages.reshape(slots.cache.table.shape)),
         draft=replaced(dims, mask, taken(dims, staging.draft, row), slots.draft),
     )

@@ -1,9 +1,8 @@
-"""One round of all slots: propose k drafts (k = 0: none), verify, commit into the table.
+"""One round of all slots: propose k drafts (k = 0: none), verify, commit into the table; and the first token of each.
 
-The same round as in `decoding.engine`, by request number instead of by row. What differs: a request's first round has
-no drafts (`admission`) and counts as no verify round, as the token drawn after a prefill does not; rounds of k = 0 are
-not counted either; and where later positions have a say in how a round ends (`EngineShape.fresh_rounds`), these two
-kinds draw from the numbers of their position, which no other round ever looks at.
+The same round as in `decoding.engine`, by request number instead of by row. What differs: rounds of k = 0 are not
+counted; and where later positions have a say in how a round ends (`EngineShape.fresh_rounds`), they draw from the
+numbers of their position, as first tokens do, which no other round ever looks at.
 
 Requests with options of their own (`decoding.options`) have laws and ends by their rows; how far a stop string has come
 stands in the table, at the request's number, so that a slot holds nothing of it.
@@ -24,7 +23,8 @@ from draftco_jax.decoding.control import settle
 from draftco_jax.decoding.experts import ExpertLog, log_step
 from draftco_jax.decoding.options import RequestLaw
 from draftco_jax.decoding.records import RULES, Response, Stats, committed_tokens, is_stop
-from draftco_jax.decoding.slots import Ends, Slots, State, Table, Work, over
+from draftco_jax.decoding.slots import Ends, Slots, Starts, State, Table, Work, over
+from draftco_jax.decoding.state_rows import replaced
 from draftco_jax.decoding.stopping import BY_STOP_ID, BY_STOP_STRING, Limits, end_of_block
 from draftco_jax.drafts.base import Features, Proposal, ReadsSiblings, borrowed, given_back
 from draftco_jax.models.paged_cache import PagedCache
@@ -37,7 +37,6 @@ class Place(NamedTuple):
 
     who: jax.Array  # i32[S] number of the request, some number where the slot does not decode
     live: jax.Array  # bool[S]
-    first: jax.Array  # bool[S] nothing is committed yet
     anchor: jax.Array  # i32[S] position of the newest token, 0 where the slot does not decode
 
 
@@ -46,7 +45,30 @@ def places(table: Table, state: State) -> Place:
     who = jnp.minimum(state.slots.request, table.count - 1)
     live = (state.slots.request < table.count) & ~over(table, state)[who]
     count = state.out.count[who]
-    return Place(who, live, live & (count == 0), jnp.where(live, table.lengths[who] + count - 1, 0))
+    return Place(who, live, jnp.where(live, table.lengths[who] + count - 1, 0))
+
+
+def open_responses(work: Work, table: Table, state: State, starts: Starts) -> State:
+    """The first tokens of the requests that have just got slots, drawn from what was read of their prompts."""
+    place, slots, read = places(table, state), state.slots, state.staging
+    place = Place(place.who, place.live & starts.slots, jnp.where(starts.slots, place.anchor, 0))
+    laws = _sampling(work, table, state, place).log_law(read.logits[starts.row][:, None])
+    numbers = _uniforms(work, table, state, place, 0)
+    tokens = draw(jnp.exp(laws[:, 0]), numbers[:, 0, COMMIT])[:, None]
+    end = _end(work, table, state, place, tokens, jnp.zeros_like(place.who))
+    draft = slots.draft
+    if work.draft is not None:
+        taps, hidden = read.taps[starts.row][:, None], read.hidden[starts.row][:, None]
+        last = pick(table.prompts[place.who], jnp.maximum(table.lengths[place.who] - 1, 0))[:, None]
+        features = Features(last, tokens, taps, hidden, place.anchor, jnp.zeros_like(place.who))
+        absorbed = work.draft.absorb(draft, features.astype(work.draft_dtype), work.shared)
+        draft = replaced(work.draft_dims(table.context), place.live, absorbed, draft)
+    newest = jnp.where(place.live, tokens[:, 0], slots.newest)
+    return state._replace(
+        out=_commit(table, state.out, place, tokens, pick(laws, tokens), end),
+        ends=end.ends,
+        slots=slots._replace(newest=newest, draft=draft),
+    )
 
 
 def play(work: Work, table: Table, state: State, number: int) -> State:
@@ -86,7 +108,7 @@ def play(work: Work, table: Table, state: State, number: int) -> State:
         state.ledger,
         jnp.int32(number),
         active=jnp.sum(place.live, dtype=jnp.int32),
-        live=place.live & ~place.first,
+        live=place.live,
         proposed=proposal.count,
         accepted=accepted,
         committed=count,
@@ -111,11 +133,9 @@ def _limits(table: Table, place: Place) -> Limits:
 
 def _uniforms(work: Work, table: Table, state: State, place: Place, k: int) -> Float[Array, "S r 3"]:
     positions = (place.anchor + 1)[:, None] + jnp.arange(k + 1, dtype=jnp.int32)[None, :]
-    by_position = table.uniforms[place.who[:, None], positions]
-    if not (k and work.shape.fresh_rounds):
-        return by_position
-    by_round = round_uniforms(table.keys[place.who], state.stats.rounds[place.who], k + 1)
-    return jnp.where(place.first[:, None, None], by_position, by_round)
+    if k and work.shape.fresh_rounds:
+        return round_uniforms(table.keys[place.who], state.stats.rounds[place.who], k + 1)
+    return table.uniforms[place.who[:, None], positions]
 
 
 def _propose(
@@ -126,7 +146,7 @@ def _propose(
     ahead: Float[Array, "S r 3"],
     sampling: SamplingConfig | RequestLaw,
 ) -> tuple[Proposal, Any, PagedCache]:
-    """Drafts of all slots, none for those that have not begun; the draft's state and the policy's cache."""
+    """Drafts of all slots; the draft's state and the policy's cache."""
     k, rows = ahead.shape[1] - 1, place.who.shape[0]
     if not k or work.draft is None:
         vocab = work.policy.cfg.vocab_size
@@ -139,10 +159,7 @@ def _propose(
     proposal, state = work.draft.propose(
         state, slots.newest, place.anchor, ahead[:, :k, PROPOSE], sampling, work.shared
     )
-    state, cache = given_back(work.draft, state, slots.cache)
-    tokens, laws, count = proposal
-    laws = jnp.where(place.first[:, None, None], 0.0, laws)
-    return Proposal(tokens, laws, jnp.where(place.first, 0, count)), state, cache
+    return proposal, *given_back(work.draft, state, slots.cache)
 
 
 def _siblings(table: Table, slots: Slots, place: Place) -> Int[Array, "S G"]:
@@ -195,11 +212,11 @@ def _end_by_options(
 ) -> RoundEnd:
     """By each request's own stop ids and strings."""
     assert table.options is not None and state.ends is not None
-    who = place.who
+    who, written = place.who, state.out.count[place.who]
     # A response begins in the state of its own strings, whatever was decoded before.
-    before = jnp.where(place.first, table.options.stop_start[who], state.ends.stop_state[who])
+    before = jnp.where(written == 0, table.options.stop_start[who], state.ends.stop_state[who])
     emitted = jnp.where(place.live, accepted + 1, 0)
-    end = end_of_block(work.stop_table, before, tokens, emitted, state.out.count[who], _limits(table, place))
+    end = end_of_block(work.stop_table, before, tokens, emitted, written, _limits(table, place))
     number = jnp.where(place.live, who, table.count)
     ends = Ends(
         reason=state.ends.reason.at[number].set(end.reason, mode="drop"),
@@ -236,8 +253,8 @@ def _counted(
     accepted: Int[Array, " S"],
     proposed: Int[Array, " S"],
 ) -> Stats:
-    """With the verify rounds of requests that had begun."""
-    number = jnp.where(place.live & ~place.first, place.who, table.count)
+    """With the verify rounds."""
+    number = jnp.where(place.live, place.who, table.count)
     reached = jnp.arange(stats.accepted.shape[1])[None, :] < accepted[:, None]
     return Stats(
         rounds=stats.rounds.at[number].add(1, mode="drop"),

@@ -1,6 +1,7 @@
 """Generation through slots: one compiled loop serves any number of requests, refilling slots as requests end.
 
-    turn      end what is over -> stage prompts -> read a chunk of each -> start requests -> one round of all slots
+    turn      end what is over -> stage prompts -> read a chunk of each -> start requests, with their first tokens
+              -> one round of all slots
 
 Keys and values lie in pages (`models.paged_cache`), prompts that neighbours in the table share are read once
 (`admission`), and the draft length may change from round to round (`SlotShape.rule`). The host is not asked anything
@@ -24,11 +25,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from draftco_jax.decoding.admission import being_read, end, may_stage, may_start, read, stage, start
+from draftco_jax.decoding.admission import end, may_stage, may_start, read, stage, start
 from draftco_jax.decoding.control import Control, Ledger, decide
 from draftco_jax.decoding.records import EngineShape, Request, assemble
-from draftco_jax.decoding.rounds import places, play
-from draftco_jax.decoding.slots import SlotShape, State, Table, Work, open_state, open_table, over
+from draftco_jax.decoding.rounds import open_responses, places, play
+from draftco_jax.decoding.slots import SlotShape, Starts, State, Table, Work, open_state, open_table, over
 from draftco_jax.decoding.stopping import StopTable
 from draftco_jax.drafts.base import Shared
 from draftco_jax.models.compute import FloatName
@@ -119,16 +120,21 @@ def work_of(
 def turn(work: Work, table: Table, state: State) -> State:
     """One turn of the loop."""
     state = end(work, table, state)
-    state = only_if(may_stage(work, table, state), lambda state: stage(work, table, state), state)
-    state = only_if(jnp.any(being_read(table, state.staging)), lambda state: read(work, table, state), state)
+    stages = may_stage(work, table, state)
+    state = only_if(jnp.any(stages.rows), lambda state: stage(work, table, state, stages), state)
+    state = read(work, table, state)
     starts = may_start(work, table, state)
-    state = only_if(jnp.any(starts.slots), lambda state: start(work, table, state, starts), state)
+    state = only_if(jnp.any(starts.slots), lambda state: _begin(work, table, state, starts), state)
     live = jnp.sum(places(table, state).live, dtype=jnp.int32)
     chosen = decide(work.slots.speculation, state.control, live)
     for number in range(len(work.slots.draft_lengths)):
         wanted = (live > 0) & (chosen == number)
         state = only_if(wanted, lambda state, number=number: play(work, table, state, number), state)
     return state._replace(turn=state.turn + 1)
+
+
+def _begin(work: Work, table: Table, state: State, starts: Starts) -> State:
+    return open_responses(work, table, start(work, table, state, starts), starts)
 
 
 def only_if(condition: Bool[Array, ""], change: Callable[[State], State], state: State) -> State:

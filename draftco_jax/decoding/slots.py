@@ -48,8 +48,10 @@ class SlotShape:
     pages: int | None = None
     """Of the pool; None: as many as all rows can need at the same time."""
     staging_rows: int | None = None
-    """Prompts that are read at the same time. None: one for four slots, 2 to 8: fewer leave slots waiting where
-    responses are short, more take long to compile."""
+    """Prompts that are read, or wait for slots, at the same time. None: as many as there are slots, at most 32. Each
+    holds a row of the draft's state, of recurrent ones and of logits."""
+    read_rows: int = 8
+    """Prompts of one forward; a turn has as many forwards as its prompts need."""
     chunk: int = 256
     """Prompt tokens of a row that are read in one turn, at most."""
     walk: int = 256
@@ -63,7 +65,7 @@ class SlotShape:
 
     def __post_init__(self) -> None:
         """Refuse sizes that hold nothing."""
-        for name in ("slots", "page", "staging_rows", "chunk", "walk"):
+        for name in ("slots", "page", "staging_rows", "read_rows", "chunk", "walk"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1; leave it out for the default")
         if not self.draft_lengths or min(self.draft_lengths) < 0:
@@ -78,7 +80,7 @@ class SlotShape:
     @property
     def prompts_at_once(self) -> int:
         """`staging_rows`, given or not."""
-        return min(max(self.slots // 4, 2), 8) if self.staging_rows is None else self.staging_rows
+        return min(self.slots, 32) if self.staging_rows is None else self.staging_rows
 
     @property
     def speculation(self) -> Rule:
@@ -108,13 +110,13 @@ class Work:
 
     @property
     def chunk(self) -> int:
-        """Prompt tokens read at once; the last token of a prompt is not among them (`admission`)."""
-        return min(self.slots.chunk, max(self.shape.prompt_capacity - 1, 1))
+        """Prompt tokens read at once."""
+        return min(self.slots.chunk, self.shape.prompt_capacity)
 
     @property
     def prompt_room(self) -> int:
-        """Prompt tokens but the last, up to whole chunks."""
-        return -(-max(self.shape.prompt_capacity - 1, 1) // self.chunk) * self.chunk
+        """Prompt tokens, up to whole chunks."""
+        return -(-self.shape.prompt_capacity // self.chunk) * self.chunk
 
     @property
     def capacity(self) -> int:
@@ -129,18 +131,27 @@ class Work:
         return -(-columns // at_once), at_once
 
     @property
+    def prompt_pages(self) -> int:
+        """Of the longest prompt."""
+        return -(-self.shape.prompt_capacity // self.slots.page)
+
+    @property
+    def most_pages(self) -> int:
+        """All that one request may ever own."""
+        return -(-(self.shape.prompt_capacity + self.shape.max_new_tokens + self.lookahead) // self.slots.page)
+
+    @property
     def pages(self) -> int:
         """Q. Fewer than the least would leave a request waiting for ever."""
-        page = self.slots.page
-        most = -(-(self.shape.prompt_capacity + self.shape.max_new_tokens + self.lookahead) // page)
-        staged = self.slots.prompts_at_once * -(-max(self.shape.prompt_capacity - 1, 1) // page)
-        least = 1 + staged + most
+        least = 1 + self.prompt_pages + self.most_pages
         if self.slots.pages is not None and self.slots.pages < least:
             raise ValueError(
-                f"pages={self.slots.pages} must be >= {least} to hold one request of the longest kind and the prompts "
-                "being read; raise it, or lower staging_rows or the capacities"
+                f"pages={self.slots.pages} must be >= {least} to hold a prompt that is read and one request of the "
+                "longest kind; raise it, or lower the capacities"
             )
-        return 1 + staged + self.slots.slots * most if self.slots.pages is None else self.slots.pages
+        if self.slots.pages is not None:
+            return self.slots.pages
+        return 1 + self.slots.prompts_at_once * self.prompt_pages + self.slots.slots * self.most_pages
 
     @property
     def beyond_context(self) -> bool:
@@ -184,6 +195,8 @@ class Table(NamedTuple):
     lengths: jax.Array  # i32[N]
     limits: jax.Array  # i32[N] new tokens at most, 1..M
     until: jax.Array  # i32[N] number of the first request after it that has another prompt
+    begins: jax.Array  # i32[N] number of the first request of each group of neighbours with one prompt; N after them
+    group: jax.Array  # i32[N] number of the group of each request
     keys: jax.Array  # key[N]
     uniforms: jax.Array  # f32[N, positions, 3]
     context: Context
@@ -200,13 +213,14 @@ class Slots(NamedTuple):
     """Rows that decode."""
 
     request: jax.Array  # i32[S] number in the table; N: empty
-    newest: jax.Array  # i32[S] the newest token: at first the last one of the prompt
+    newest: jax.Array  # i32[S] the newest token
     cache: PagedCache  # with the pools
     draft: Any
 
 
 class Staging(NamedTuple):
-    """Rows in which prompts are read, all but their last token."""
+    """Rows in which prompts are read. What the draft reads with a token is the one after it, so of the last token it
+    is told when a request's first one is drawn."""
 
     first: jax.Array  # i32[P] request it is read for, and those after it up to `until`; N: empty
     until: jax.Array  # i32[P]
@@ -214,7 +228,18 @@ class Staging(NamedTuple):
     position: jax.Array  # i32[P] tokens read so far
     cache: PagedCache  # without the pools (`without_pools`)
     draft: Any
+    logits: jax.Array  # f32[P, V] of the token after the prompt, once it is read
+    taps: jax.Array  # [P, A] at the last token read
+    hidden: jax.Array  # [P, D] there
     experts: jax.Array | None  # i16[P, tokens, layers with experts, k]; None: not recorded
+
+
+class Starts(NamedTuple):
+    """Which slots get which requests."""
+
+    slots: jax.Array  # bool[S]
+    request: jax.Array  # i32[S]
+    row: jax.Array  # i32[S] staging row in which its prompt was read
 
 
 class Ends(NamedTuple):
@@ -265,6 +290,8 @@ def open_table(work: Work, request: Request, known: Int32[Array, ""] | None = No
         lengths=request.prompt_lengths,
         limits=limits,
         until=jnp.zeros((count,), jnp.int32),
+        begins=jnp.zeros((count,), jnp.int32),
+        group=jnp.zeros((count,), jnp.int32),
         keys=request.keys,
         uniforms=uniforms,
         context=request.context,
@@ -294,7 +321,7 @@ def submit(work: Work, table: Table, request: Request) -> Table:
 
 
 def _grouped(work: Work, table: Table) -> Table:
-    """With `until`: which neighbours begin alike, with the same prompt and the same texts for a draft to look at."""
+    """With its groups: which neighbours begin alike, with the same prompt and the same texts for a draft to look at."""
     number = jnp.arange(table.count, dtype=jnp.int32)
     ends = number + 1 >= table.known
     if work.slots.share_prefixes:
@@ -305,7 +332,10 @@ def _grouped(work: Work, table: Table) -> Table:
     else:
         ends |= True
     until = jax.lax.cummin(jnp.where(ends, number + 1, table.count), reverse=True)
-    return table._replace(until=until)
+    starts = jnp.roll(ends, 1).at[0].set(True)
+    group = jnp.cumsum(starts.astype(jnp.int32)) - 1
+    begins = jnp.full_like(number, table.count).at[jnp.where(starts, group, table.count)].set(number, mode="drop")
+    return table._replace(until=until, begins=begins, group=group)
 
 
 def open_state(work: Work, table: Table, control: Control | None = None) -> State:
@@ -338,6 +368,7 @@ def open_state(work: Work, table: Table, control: Control | None = None) -> Stat
             position=nothing(rows),
             cache=without_pools(work.empty_cache(rows)),
             draft=empty(rows),
+            **_nothing_read(work, rows),
             experts=staged_experts,
         ),
         owners=unowned(work.pages),
@@ -347,6 +378,20 @@ def open_state(work: Work, table: Table, control: Control | None = None) -> Stat
         control=start(rule, jax.random.key(0)) if control is None else control,
         ledger=open_ledger(rule),
     )
+
+
+def _nothing_read(work: Work, rows: int) -> dict[str, Array]:
+    """Room for what a forward over prompts gives at their last tokens."""
+
+    def forward() -> tuple[Array, Array, Array]:
+        start = jnp.zeros((rows,), jnp.int32)
+        step = work.policy.step(
+            start[:, None], start, work.empty_cache(rows), tap_layers=work.tap_layers, lengths=start
+        )
+        return work.policy.logits(step.hidden[:, 0]), step.taps[:, 0], step.hidden[:, 0]
+
+    shapes = jax.eval_shape(forward)
+    return {name: jnp.zeros(x.shape, x.dtype) for name, x in zip(("logits", "taps", "hidden"), shapes, strict=True)}
 
 
 def _no_texts(context: Context, rows: int) -> Context:

@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
     choice: jax.Array  # i32[] index of the length
     active: jax.Array  # i32[] requests in flight, as the choice was told
-    live: jax.Array  # bool[B] requests that took part: not those whose first token this was
+    live: jax.Array  # bool[B] requests that took part
     proposed: jax.Array  # i32[B] drafts verified
     accepted: jax.Array  # i32[B] drafts accepted
     seconds: jax.Array  # f32[] of the round BY THE COST TABLE; a clock here would decide tokens

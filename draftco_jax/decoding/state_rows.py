@@ -46,6 +46,15 @@ def taken(dims: Any, tree: Tree, rows: Int32[Array, " B"]) -> Tree:
     return jax.tree.map(lambda dim, x: x if dim == NO_ROWS else jnp.take(x, rows, axis=dim), dims, tree)
 
 
+def put_back(dims: Any, tree: Tree, rows: Int32[Array, " R"], new: Tree) -> Tree:
+    """With these rows those of `new`, in its order; rows beyond the last are dropped, what belongs to all stays."""
+
+    def one(dim: int, kept: Array, fresh: Array) -> Array:
+        return kept if dim == NO_ROWS else kept.at[(slice(None),) * dim + (rows,)].set(fresh, mode="drop")
+
+    return jax.tree.map(one, dims, tree, new)
+
+
 def spoiled(dims: Any, mask: Bool[Array, " B"], tree: Tree) -> Tree:
     """NaN in all floats of the rows that the mask names, and the largest number in their integers."""
 

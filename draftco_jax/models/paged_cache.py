@@ -44,21 +44,21 @@ class Pages(NamedTuple):
 class PagedLayer(NamedTuple):
     """Keys and values of one attention layer, of all rows."""
 
-    keys: jax.Array  # [Q, K, p, H]
-    values: jax.Array  # [Q, K, p, H]
+    keys: jax.Array  # [K, Q, p, H]: pages side by side within a head are one run of slots when they are gathered
+    values: jax.Array  # [K, Q, p, H]
 
     def put(self, keys: Float[Array, "B T K H"], values: Float[Array, "B T K H"], call: CachedCall) -> PagedLayer:
         """With the real ones of T consecutive tokens of each row written, beginning at `call.start`."""
         pages: Pages = call.visible
         table = pages.table.reshape(pages.table.shape[0], -1)
-        page, columns = self.keys.shape[2], table.shape[1]
+        page, columns = self.keys.shape[-2], table.shape[1]
         slots = call.start[:, None] + jnp.arange(keys.shape[1], dtype=jnp.int32)[None, :]
         column, place = slots // page, slots % page
         owner = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), axis=1)
         owner = jnp.where((slots < pages.end[:, None]) & (column < columns), owner, NOBODY)
         return PagedLayer(
-            self.keys.at[owner, :, place].set(keys.astype(self.keys.dtype)),
-            self.values.at[owner, :, place].set(values.astype(self.values.dtype)),
+            self.keys.at[:, owner, place].set(jnp.moveaxis(keys, 2, 0).astype(self.keys.dtype)),
+            self.values.at[:, owner, place].set(jnp.moveaxis(values, 2, 0).astype(self.values.dtype)),
         )
 
     def read(
@@ -74,7 +74,7 @@ class PagedLayer(NamedTuple):
 
     def copied(self, source: Int32[Array, " B"], target: Int32[Array, " B"]) -> PagedLayer:
         """With whole pages copied, in all layers where several are stacked; copies to page 0 are no copies."""
-        return PagedLayer(*(pool.at[..., target, :, :, :].set(pool[..., source, :, :, :]) for pool in self))
+        return PagedLayer(*(pool.at[..., target, :, :].set(pool[..., source, :, :]) for pool in self))
 
 
 class PagedCache(NamedTuple):
@@ -123,7 +123,7 @@ def paged(cache: Cache, pages: int, page: int, table: Int32[Array, "B W n"]) -> 
 
     def pool(rows: Array) -> Array:
         *stacked, _, kv_heads, _, width = rows.shape
-        return jnp.zeros((*stacked, pages, kv_heads, page, width), rows.dtype)
+        return jnp.zeros((*stacked, kv_heads, pages, page, width), rows.dtype)
 
     def layer(state: Any) -> Any:
         return PagedLayer(pool(state.keys), pool(state.values)) if isinstance(state, LayerCache) else state
@@ -142,41 +142,50 @@ def walk(
 ) -> Float[Array, "B T N H"]:
     """Attention of T queries at start, start + 1, ... of each row over the slots of its pages that they see."""
     batch, tokens, heads, width = queries.shape
-    _, kv_heads, page, _ = layer.keys.shape
+    kv_heads, _, page, _ = layer.keys.shape
     _, steps, columns = pages.table.shape
     group, reach = heads // kv_heads, columns * page  # slots of one step
-    q = (queries * (width**-0.5)).reshape(batch, tokens, kv_heads, group, width).transpose(0, 2, 1, 3, 4)
+    q = (queries * (width**-0.5)).reshape(batch, tokens, kv_heads, group, width).transpose(2, 0, 1, 3, 4)
+    q = q.reshape(kv_heads, batch, tokens * group, width)
     places = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
+
+    def gathered(pool: Array, names: Array) -> Array:
+        return pool.at[:, names].get(mode="promise_in_bounds").reshape(kv_heads, batch, reach, width)
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         most, total, summed = carry
         names = jax.lax.dynamic_index_in_dim(pages.table, i, axis=1, keepdims=False)
-        slots = (i * reach + jnp.arange(reach, dtype=jnp.int32)).reshape(columns, page)[None]
-        held = slots < pages.end[:, None, None]  # [B, n, p]
-        k, v = layer.keys[names], layer.values[names]  # [B, n, K, p, H]
-        v = jnp.where(held[:, :, None, :, None], v, jnp.zeros((), v.dtype))  # 0 * NaN would be NaN
-        seen = held[:, None] & (slots[:, None] <= places[:, :, None, None])
+        slots = i * reach + jnp.arange(reach, dtype=jnp.int32)[None]
+        held = slots < pages.end[:, None]  # [B, n p]
+        k, v = gathered(layer.keys, names), gathered(layer.values, names)  # [K, B, n p, H]
+        v = jnp.where(held[None, :, :, None], v, jnp.zeros((), v.dtype))  # 0 * NaN would be NaN
+        seen = held[:, None] & (slots[:, None] <= places[:, :, None])
         if window is not None:
-            seen &= slots[:, None] > (places - window)[:, :, None, None]
-        scores = jnp.einsum("bktgh,bnkph->bktgnp", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen[:, None, :, None], scores, -jnp.inf)
-        higher = jnp.maximum(most, jnp.max(scores, axis=(-2, -1)))
+            seen &= slots[:, None] > (places - window)[:, :, None]
+        scores = jnp.einsum("kbxh,kbsh->kbxs", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(jnp.repeat(seen, group, axis=1)[None], scores, -jnp.inf)
+        higher = jnp.maximum(most, jnp.max(scores, axis=-1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing seen yet
-        weights, kept = jnp.exp(scores - base[..., None, None]), jnp.exp(most - base)
-        new = jnp.einsum("bktgnp,bnkph->bktgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        total = total * kept + jnp.sum(weights, axis=(-2, -1))
+        weights, kept = jnp.exp(scores - base[..., None]), jnp.exp(most - base)
+        new = jnp.einsum("kbxs,kbsh->kbxh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        total = total * kept + jnp.sum(weights, axis=-1)
         return higher, total, summed * kept[..., None] + new
 
-    shape = (batch, kv_heads, tokens, group)
+    shape = (kv_heads, batch, tokens * group)
     if sinks is None:
         most, total = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
     else:
-        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, group)
-        most, total = jnp.broadcast_to(sink, shape), jnp.ones(shape, jnp.float32)
-    first = jnp.int32(0) if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // reach
-    last = jnp.minimum((jnp.max(pages.end) + reach - 1) // reach, steps)
-    zeros = jnp.zeros((*shape, width), jnp.float32)
-    _, total, summed = jax.lax.fori_loop(first, last, step, (most, total, zeros))
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, 1, 1, group)
+        most = jnp.broadcast_to(sink, (kv_heads, batch, tokens, group)).reshape(shape)
+        total = jnp.ones(shape, jnp.float32)
+    carry = most, total, jnp.zeros((*shape, width), jnp.float32)
+    if steps == 1:  # a loop of one turn keeps the compiler from fusing what is in it with what is around it
+        _, total, summed = step(jnp.int32(0), carry)
+    else:
+        first = jnp.int32(0) if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // reach
+        last = jnp.minimum((jnp.max(pages.end) + reach - 1) // reach, steps)
+        _, total, summed = jax.lax.fori_loop(first, last, step, carry)
     total = total[..., None]
     out = jnp.where(total > 0, summed / jnp.where(total > 0, total, 1.0), 0.0)
-    return out.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, heads, width).astype(queries.dtype)
+    out = out.reshape(kv_heads, batch, tokens, group, width).transpose(1, 2, 0, 3, 4)
+    return out.reshape(batch, tokens, heads, width).astype(queries.dtype)

@@ -124,7 +124,7 @@ class Scene:
         rng = np.random.default_rng(4)
         draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
         self.start = jnp.asarray(start, jnp.int32)
-        self.layer = PagedLayer(*(draw(25, KV, PAGE, WIDTH) for _ in range(2)))
+        self.layer = PagedLayer(*(draw(KV, 25, PAGE, WIDTH) for _ in range(2)))
         self.queries, self.sinks = draw(ROWS, T, HEADS, WIDTH), draw(HEADS)
         table = 1 + rng.permutation(24).reshape(ROWS, -1)
         table[1, :2] = table[0, :2]
@@ -139,7 +139,7 @@ class Scene:
         return np.asarray(WALK(self.queries, self.layer, pages or self.pages(), self.start, window, sinks))
 
     def dense(self, window, sinks) -> np.ndarray:
-        laid = [jnp.moveaxis(pool[self.table], 2, 1).reshape(ROWS, KV, -1, WIDTH) for pool in self.layer]
+        laid = [jnp.swapaxes(pool[:, self.table], 0, 1).reshape(ROWS, KV, -1, WIDTH) for pool in self.layer]
         mask = visible_slots(CAPACITY, self.start, T)
         if window is not None:
             places = self.start[:, None] + jnp.arange(T)[None]
@@ -172,7 +172,7 @@ def test_cost_grows_with_the_text_and_not_with_the_capacity():
     scene.table[:, 2:] = 0
     wild = scene.table.copy()
     wild[:, COLUMNS:] = 10**6  # XLA clamps it to the last page, whose NaN would be seen if its column were walked
-    scene.layer = PagedLayer(*(pool.at[-1].set(jnp.nan) for pool in scene.layer))
+    scene.layer = PagedLayer(*(pool.at[:, -1].set(jnp.nan) for pool in scene.layer))
     np.testing.assert_array_equal(scene.walked(None, False, scene.pages(wild)), scene.walked(None, False))
 
 
@@ -184,7 +184,7 @@ def test_tokens_that_are_not_real_are_written_to_page_0_alone():
     call = CachedCall(scene.start, None, cache.seen(scene.start, T, active), None, active)
     after = np.asarray(scene.layer.put(rows, rows, call).keys)
     changed = {
-        (int(page), int(slot)) for page, slot in np.argwhere((after != np.asarray(scene.layer.keys)).any((1, 3)))
+        (int(page), int(slot)) for page, slot in np.argwhere((after != np.asarray(scene.layer.keys)).any((0, 3)))
     }
     wanted = {(0, 4), (0, 5), (2, 17), (3, 2), (3, 3), (3, 4)}  # row 2 ends at the last slot there is
     assert {place for place in changed if place[0]} == {
