@@ -173,7 +173,7 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
         "name",
         choices=tuple(_BENCHES),
         metavar="NAME",
-        help="what to measure: drafts, decode, text, attention or pipeline",
+        help="what to measure: drafts, decode, text, slots, attention or pipeline",
     )
     bench.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="change one setting of it")
     bench.add_argument(
@@ -184,7 +184,7 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--fast",
         action="store_true",
-        help="attention: leave out what is compiled for H100; decode: one small policy, once",
+        help="attention: leave out what is compiled for H100; decode, slots: one small policy, once",
     )
     bench.add_argument("--plots", type=Path, metavar="DIR", help="pipeline: draw it, a picture each")
     bench.add_argument("--policy", metavar="DIR", help="text: folder of the policy, with tokenizer and chat template")
@@ -367,6 +367,15 @@ def _bench_text(options: argparse.Namespace) -> None:
     _print_found(found, options.json, None, table, last_line)
 
 
+def _bench_slots(options: argparse.Namespace) -> None:
+    from draftco_jax.bench_slots import BenchSlotsConfig, bench_slots, last_line, table
+    from draftco_jax.config_io import apply_overrides
+
+    settings = apply_overrides(BenchSlotsConfig.fast() if options.fast else BenchSlotsConfig(), options.set)
+    found = bench_slots(settings, lambda text: print(f"bench slots: {text}", file=sys.stderr, flush=True))
+    _print_found(found, options.json, None, table, last_line)
+
+
 def _bench_pipeline(options: argparse.Namespace) -> None:
     from draftco_jax.bench_pipeline import BenchPipelineConfig, bench_pipeline
     from draftco_jax.bench_pipeline.figure import check_folder, write_figures
@@ -398,7 +407,7 @@ def _print_found(
 _OPTIONS_OF_SOME = {
     "plot": ("attention", "decode"),
     "ranks": ("attention",),
-    "fast": ("attention", "decode"),
+    "fast": ("attention", "decode", "slots"),
     "plots": ("pipeline",),
     "policy": ("text",),
     "prompts": ("text",),
@@ -412,6 +421,7 @@ _BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {
     "text": _bench_text,
     "attention": _bench_attention,
     "pipeline": _bench_pipeline,
+    "slots": _bench_slots,
 }
 
 

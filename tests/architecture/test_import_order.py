@@ -37,6 +37,7 @@ ORDER = (
         "bench_drafts",
         "bench_decode",
         "bench_text",
+        "bench_slots",
         "bench_attention",
         "bench_pipeline",
     ),
