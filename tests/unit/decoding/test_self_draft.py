@@ -140,8 +140,8 @@ def slots_of(pool, pages: bool):
     pool = np.asarray(pool)
     if not pages:
         return pool
-    rows = pool[1:].reshape(-1, CAPACITY // PAGE, *pool.shape[1:])
-    return np.moveaxis(rows, 1, 2).reshape(rows.shape[0], rows.shape[2], CAPACITY, -1)
+    rows = pool[:, 1:].reshape(pool.shape[0], -1, CAPACITY, pool.shape[-1])
+    return np.swapaxes(rows, 0, 1)
 
 
 PROMPTS = jnp.asarray([[1, 2, 3, 4], [5, 6, 0, 0], [2, 4, 1, 0]], jnp.int32)
