@@ -15,7 +15,7 @@ from draftco_jax.drafts.base import Context
 from draftco_jax.environments.base import Task
 from draftco_jax.errors import UserError
 from draftco_jax.models.functional import Params
-from draftco_jax.rewards.exact import score
+from draftco_jax.rewards.scoring import score
 from draftco_jax.rollout.history import RolloutHistory
 from draftco_jax.types import Prompt
 

@@ -30,7 +30,7 @@ from draftco_jax.metrics import MetricsWriter, Progress, read_metrics, read_summ
 from draftco_jax.profiling import StageClock
 from draftco_jax.report import write_report
 from draftco_jax.report.write import REPORT_FILE
-from draftco_jax.rewards.exact import score
+from draftco_jax.rewards.scoring import score
 from draftco_jax.rollout.speculation import COSTS_FILE, costs_of_run
 from draftco_jax.run import DRAFT_FOLDER, Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run

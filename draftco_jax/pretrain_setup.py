@@ -25,7 +25,7 @@ from draftco_jax.evaluation import Evaluator, build_request
 from draftco_jax.models.compute import cast_params
 from draftco_jax.models.functional import ModelGraph, Params, initialise
 from draftco_jax.pretrain_config import PretrainConfig
-from draftco_jax.rewards.exact import score
+from draftco_jax.rewards.scoring import score
 from draftco_jax.run import build_tasks, engine_shape
 from draftco_jax.starting_weights import load_target, load_trained_draft
 from draftco_jax.training.pretrain_draft import keep_rows, token_counts

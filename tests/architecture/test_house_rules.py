@@ -16,6 +16,7 @@ COMMANDS = ("draftco_jax/cli.py", "draftco_jax/warm_start.py")
 # path -> why it may catch everything without raising again
 BROAD_EXCEPT_EXCEPTIONS = {
     "draftco_jax/environments/reasoning_gym.py": "scorers of that package raise anything on an answer they cannot read",
+    "draftco_jax/rewards/worker.py": "what a user's function raises is told to the parent as a fault",
 }
 
 

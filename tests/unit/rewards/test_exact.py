@@ -5,7 +5,8 @@ import pytest
 
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
 from draftco_jax.errors import UserError
-from draftco_jax.rewards.exact import exact_reward, score
+from draftco_jax.rewards.exact import exact_reward
+from draftco_jax.rewards.scoring import score
 from draftco_jax.text.tokenizer import arithmetic_tokenizer
 from draftco_jax.types import Prompt, Rollouts
 

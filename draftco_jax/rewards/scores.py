@@ -1,0 +1,48 @@
+"""What a scorer says of a response, and what every scorer can do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Score:
+    """The judgement of one response."""
+
+    total: float
+    """The reward that GRPO uses; finite."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts, such as "correct" and "format", for the metrics. What `total` makes of them is the scorer's rule."""
+    answer: str | None = None
+    """The answer that was read out of the response, in the scorer's normal form; None if there was none. Equal texts
+    are one vote in a majority."""
+    fault: str | None = None
+    """Why nothing could be said ("timeout", "died", "ValueError: ..."): `total` is 0 then, and the fault is counted, so
+    that a broken scorer is not mistaken for a policy that is wrong."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.total):
+            raise ValueError(f"total={self.total} must be finite; return 0 for what cannot be judged")
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Judges responses by the gold answers; never raises or waits for what a policy wrote."""
+
+    def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Score]:
+        """One score a response; `answers` holds the gold answer of each."""
+        ...
+
+
+def verdict(correct: bool, *, found: bool, answer: str | None) -> Score:
+    """Right or wrong: total and "correct" are 1 or 0, "format" is 1 where an answer stood in the asked form."""
+    right = float(correct)
+    return Score(right, {"correct": right, "format": float(found)}, answer)
+
+
+def fault(reason: str) -> Score:
+    """A response of which nothing can be said."""
+    return Score(0.0, fault=reason)
