@@ -34,18 +34,29 @@ class ProblemSource(Protocol):
 
 
 class PromptBatches(Iterator[tuple[Prompt, ...]]):
-    """Endless batches of P prompts.
+    """Endless batches of P prompts, or one process's share of them.
 
     An endless source is walked in the order of its indices. A finite one is shuffled anew in each epoch; a batch may
     span two epochs, so that the remainder of an epoch is neither dropped nor padded.
+
+    Of `shards` processes number `shard` gets rows ``shard * P / shards`` on of every batch. All of them together walk
+    the order of one process, and a position saved by any is a position of all, of other numbers of processes too.
     """
 
-    def __init__(self, source: ProblemSource, batch_size: int, seed: int) -> None:
+    def __init__(self, source: ProblemSource, batch_size: int, seed: int, *, shard: int = 0, shards: int = 1) -> None:
         if batch_size < 1:
             raise UserError(f"batch_size={batch_size} must be 1 or more; set the number of prompts per step")
+        if not 0 <= shard < shards or batch_size % shards:
+            raise UserError(
+                f"batch_size={batch_size} must be a multiple of shards={shards}, and shard={shard} be in "
+                f"0..{shards - 1}; choose another batch size or number of processes"
+            )
         self._identity = {"batch_size": batch_size, "seed": seed, "num_problems": source.num_problems}
         order = _index_order(source.num_problems, seed)
-        batches = order.map(source.problem).batch(batch_size, batch_fn=tuple)
+        share = slice(shard * batch_size // shards, (shard + 1) * batch_size // shards)
+        batches = order.batch(batch_size, batch_fn=tuple).map(
+            lambda indices: tuple(source.problem(index) for index in indices[share])
+        )
         # Read in the calling thread, with no worker process: a problem takes 0.1 ms to make, there is no disk to wait
         # for, and the state is always that of the last batch handed out.
         dataset = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))

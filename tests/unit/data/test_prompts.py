@@ -146,3 +146,20 @@ def test_a_state_of_another_pipeline_is_refused(changed: dict, message: str):
 def test_bad_batch_size_is_refused():
     with pytest.raises(UserError, match="batch_size=0 must be 1 or more"):
         PromptBatches(ARITHMETIC, batch_size=0, seed=0)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_processes_share_each_batch_of_one_process_and_its_positions(shards: int):
+    whole = _ids(PromptBatches(Numbers(7), batch_size=6, seed=5), 5)
+    parts = [PromptBatches(Numbers(7), batch_size=6, seed=5, shard=i, shards=shards) for i in range(shards)]
+    together = [sum(one, ()) for one in zip(*(_ids(part, 3) for part in parts), strict=True)]
+    assert together == whole[:3]
+    resumed = PromptBatches(Numbers(7), batch_size=6, seed=5)
+    resumed.set_state(_through_json(parts[1].get_state()))
+    assert _ids(resumed, 2) == whole[3:], "by another number of processes"
+
+
+@pytest.mark.parametrize(("shard", "shards", "batch_size"), [(2, 2, 4), (-1, 2, 4), (0, 3, 4), (0, 0, 4)])
+def test_shares_that_do_not_come_out_are_refused(shard: int, shards: int, batch_size: int):
+    with pytest.raises(UserError, match=f"batch_size={batch_size} must be a multiple of shards={shards}"):
+        PromptBatches(Numbers(7), batch_size=batch_size, seed=0, shard=shard, shards=shards)
