@@ -147,7 +147,9 @@ def test_bug_case_b39_greedy_texts_are_those_of_plain_decoding(
 
 
 # One for each way to propose; what a draft computes before it does so no right engine can tell.
-@pytest.mark.parametrize("name", slow_but("dflash sampled", "dspark rnn", "mtp", "ngram", "suffix", "previous"))
+@pytest.mark.parametrize(
+    "name", slow_but("dflash sampled", "dspark rnn", "mtp", "ngram", "suffix", "previous", "self_int8")
+)
 def test_texts_follow_the_law_of_the_policy(small_toy, drafted, with_context, law_batch, law_shape, p_value, name):
     draft = drafted(small_toy, name)
     request = with_context(law_batch, draft.cfg, small_toy, law_shape)
