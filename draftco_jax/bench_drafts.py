@@ -107,7 +107,7 @@ def _contestants(cfg: BenchDraftsConfig, folder: Path, task: ArithmeticTask) -> 
     shape = EngineShape(
         prompt_capacity=task.max_prompt_tokens,
         max_new_tokens=task.max_response_tokens,
-        stop_ids=(task.tokenizer.eos_id,),
+        stop_ids=task.stop_ids,
         pad_id=task.tokenizer.pad_id,
     )
 

@@ -76,6 +76,11 @@ class Evaluator:
         self._task = task
         self.prompts = tuple(task.problem(i) for i in range(prompts))
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a run says of these problems when it starts."""
+        return self._task.notes
+
     def run(
         self,
         engine: Engine,

@@ -30,7 +30,7 @@ from draftco_jax.metrics import MetricsWriter, Progress, read_metrics, read_summ
 from draftco_jax.profiling import StageClock
 from draftco_jax.report import write_report
 from draftco_jax.report.write import REPORT_FILE
-from draftco_jax.rewards.scoring import score
+from draftco_jax.rewards.scoring import score_all
 from draftco_jax.rollout.speculation import COSTS_FILE, costs_of_run
 from draftco_jax.run import DRAFT_FOLDER, Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
@@ -60,6 +60,8 @@ def train(cfg: RunConfig, run_dir: str | Path, *, resume: bool = False) -> dict[
         writer = stack.enter_context(MetricsWriter(run_dir, (first or -1) if resume else None))
         progress = stack.enter_context(Progress(cfg.steps, done_steps=first))
         weights = publish(run, state)
+        for note in (*run.task.notes, *run.evaluator.notes):
+            progress.note(note)
         if first == 0:
             progress.stage("first evaluation (compiles the rollout program)")
             writer.write(StepReport(0, evaluate(run, weights)))
@@ -187,8 +189,8 @@ def round_costs(run: Run, weights: Published) -> tuple[Setting, Callable[[Settin
 
 def score_rollouts(run: Run, prompts: Sequence[Prompt], rollouts: Rollouts, version: PolicyVersion) -> ScoredRollouts:
     """Attach rewards."""
-    rewards = score(run.task, prompts, rollouts, run.task.tokenizer, run.cfg.rollout.samples_per_prompt)
-    return ScoredRollouts(rollouts, tuple(prompts), jnp.asarray(rewards), version)
+    scores = score_all(run.task, prompts, rollouts, run.task.tokenizer, run.cfg.rollout.samples_per_prompt)
+    return ScoredRollouts(rollouts, tuple(prompts), jnp.asarray(scores.rewards), version, scores.metrics())
 
 
 def pack_rollouts(run: Run, scored: ScoredRollouts) -> PackedBatch:
@@ -254,6 +256,7 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float, run: Run) -> dict[s
         "rollout/truncated_fraction": float(1.0 - np.asarray(rollouts.finished).mean()),
         "rollout/tokens_per_second": float(response_tokens.sum() / seconds),
     }
+    metrics |= scored.reward_metrics
     stats = speculation_stats(rollouts)
     if stats.experts_touched is not None:
         metrics["rollout/experts_touched_per_forward"] = stats.experts_touched

@@ -336,6 +336,6 @@ def engine_shape(cfg: AnyConfig, task: Task) -> EngineShape:
     return EngineShape(
         prompt_capacity=task.max_prompt_tokens,
         max_new_tokens=new_tokens,
-        stop_ids=(task.tokenizer.eos_id,),
+        stop_ids=task.stop_ids,
         pad_id=task.tokenizer.pad_id,
     )

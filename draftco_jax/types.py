@@ -10,6 +10,7 @@ K drafted tokens per verify round, R packed rows, T tokens per packed row, M lay
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class ScoredRollouts:
     prompts: tuple[Prompt, ...]  # P
     rewards: jax.Array | NDArray[Any]  # f32[P, G]
     version: PolicyVersion
+    reward_metrics: Mapping[str, float] = field(default_factory=dict)  # means of the parts of rewards
 
 
 class PackedBatch(NamedTuple):

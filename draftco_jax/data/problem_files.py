@@ -7,8 +7,8 @@
 | parquet | Parquet | the column `question_field` | the column `answer_field` |
 | dapo | Parquet of DAPO-Math-17K, AIME-2024 | content of the one user message in prompt | reward_model.ground_truth |
 
-Published copies repeat their questions (AIME-2024 has 30 problems and is used in 960 rows): look at the duplicates before
-an epoch's length is believed.
+Published copies repeat their questions (AIME-2024 has 30 problems and is used in 960 rows): look at the duplicates
+before an epoch's length is believed.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ class ArithmeticTask:
     """Endless addition problems, drawn uniformly from one split."""
 
     num_problems: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: ArithmeticConfig, seed: int, split: Split = "train") -> None:
         self.config = config
@@ -54,6 +55,11 @@ class ArithmeticTask:
         """``a+b=ss``, then ``,a+b+c=ss`` for each further digit, ``>``, one digit more than asked, end-of-sequence."""
         digits = self.config.digits
         return 6 + 9 * (digits - 1) + 1 + (digits + 1) + 1
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """End-of-sequence."""
+        return (self.tokenizer.eos_id,)
 
     def problem(self, index: int) -> Prompt:
         """The problem at an index: a pure function of seed, split, digits and index."""

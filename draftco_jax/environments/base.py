@@ -38,6 +38,16 @@ class Task(Protocol):
         """Room for a full answer, end-of-sequence included."""
         ...
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a response, whichever is written first."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a run says of its problems when it starts, a line each."""
+        ...
+
     def problem(self, index: int) -> Prompt:
         """The problem at an index, equal in every process and after every resume."""
         ...

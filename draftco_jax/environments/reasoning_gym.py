@@ -68,6 +68,8 @@ class _Library(Protocol):
 class ReasoningGymTask:
     """A finite source: all problems are generated at the start, so that a bad one is met then and not hours later."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(
         self,
         config: ReasoningGymConfig,
@@ -99,6 +101,11 @@ class ReasoningGymTask:
     def max_response_tokens(self) -> int:
         """As configured."""
         return self.config.max_response_tokens
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """End-of-sequence."""
+        return (self.tokenizer.eos_id,)
 
     def problem(self, index: int) -> Prompt:
         """The problem at an index of the split: a pure function of the config, seed, split and index."""

@@ -52,6 +52,7 @@ class WordProblemsTask:
         self.config = config
         chat = Chat.load(config.model_dir)
         self.tokenizer: Tokenizer = chat.tokenizer
+        self._stop_ids = chat.stops.ids
         problems = _problems(config, split)
         asked = [chat.encode([_message(config, p)], add_generation_prompt=True).ids for p in problems]
         kept = [pair for pair in zip(problems, asked, strict=True) if len(pair[1]) <= config.max_prompt_tokens]
@@ -81,6 +82,18 @@ class WordProblemsTask:
     def max_response_tokens(self) -> int:
         """As configured."""
         return self.config.max_response_tokens
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Those of the policy's folder, which may end a turn with another token than a text."""
+        return self._stop_ids
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How many problems were left out."""
+        if not self.left_out:
+            return ()
+        return (f"{self.left_out} problems have prompts of more than {self.config.max_prompt_tokens} tokens: left out",)
 
     def problem(self, index: int) -> Prompt:
         """The problem at an index of the split, in the order of the file."""
