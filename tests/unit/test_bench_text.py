@@ -103,7 +103,7 @@ def test_both_drafts_learn_the_same_texts_and_are_measured(policy, prompts, tmp_
         assert (folder / "rollouts.npz").resolve() == tmp_path / "run" / "rollouts.npz"
     assert [cell["policy"] for cell in found["cells"]] == ["eagle3", "dflash"]
     text = table.table(found).splitlines()
-    assert text[1].startswith("eagle3: ") and text[2].startswith("dflash: ") and len(text) == 7
+    assert text[1].startswith("eagle3: ") and text[2].startswith("dflash: ") and len(text) == 8
     assert "at worst" in table.last_line(found)
 
 
