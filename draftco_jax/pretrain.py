@@ -40,7 +40,7 @@ from draftco_jax.training.update import TrainState
 from draftco_jax.types import StepReport
 
 FIGURE_FILE = "accepted_length.png"
-_MASS_TOKENS = 2**14
+_MASS_TOKENS = 2**13
 """So many give the mean well enough, and the forwards of a large policy over all of them would take long."""
 
 

@@ -10,10 +10,7 @@ from draftco_jax.bench_decode.table import lines_of, lines_of_machine
 def table(found: dict[str, Any]) -> str:
     """What was learnt, then a line a cell."""
     texts = found["texts"]
-    lines = [
-        f"The policy's own texts: {texts['tokens']} tokens in {texts['seconds']:.0f} s, {texts['right']:.1%} of them "
-        "in right answers"
-    ]
+    lines = [f"The policy's own texts: {texts['tokens']} tokens in {texts['seconds']:.0f} s"]
     for family, draft in found["drafts"].items():
         length = draft["accepted_length"]
         lines.append(

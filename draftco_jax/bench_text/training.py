@@ -80,7 +80,6 @@ def write_texts(cfg: BenchTextConfig, problems: int, folder: Path) -> dict[str, 
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second_with_compiling": tokens / seconds,
-        "right": float(np.sum(data.label_mask * data.label_rewards) / tokens),
     }
     write_text_whole(plan, json.dumps(found, indent=2) + "\n")
     return found
