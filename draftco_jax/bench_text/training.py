@@ -40,6 +40,8 @@ from draftco_jax.types import PackedBatch
 
 _PLAN_FILE = "plan.json"
 _TIMED_STEPS = 2
+_ANCHORS = 32
+"""Of a text that DFlash trains on in one step."""
 _MEASURED = ("batches", "samplings", "timed_tokens", "calls", "repetitions", "choosing_turns", "peer", "step_matmul")
 
 
@@ -61,7 +63,7 @@ def write_texts(cfg: BenchTextConfig, problems: int, folder: Path) -> dict[str, 
         return json.loads(plan.read_text())
     folder.mkdir(parents=True, exist_ok=True)
     size = min(cfg.rollout_batch, problems)
-    setting, _ = set_up(recipe(cfg, cfg.drafts[0], problems // size * size, 1))
+    setting, _ = set_up(recipe(cfg, cfg.drafts[0], {"sequences": problems // size * size, "texts_of_a_row": 1}, 1))
     calls, started = 1, time.perf_counter()
 
     def enough(done: int) -> bool:
@@ -77,6 +79,7 @@ def write_texts(cfg: BenchTextConfig, problems: int, folder: Path) -> dict[str, 
     found = {
         "sequences": calls * size,
         "rows": int(data.tokens.shape[0]),
+        "texts_of_a_row": int(np.max(data.segment_ids)),
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second_with_compiling": tokens / seconds,
@@ -92,11 +95,11 @@ def train_draft(
     run_dir, plan = folder / family, folder / f"{family}-{_PLAN_FILE}"
     if not plan.is_file():
         stage(f"{family}: timing a step")
-        seconds = _seconds_of_a_step(recipe(cfg, family, texts["sequences"], _TIMED_STEPS + 1), folder)
+        seconds = _seconds_of_a_step(recipe(cfg, family, texts, _TIMED_STEPS + 1), folder)
         steps = max(1, int(cfg.seconds_of_a_draft / seconds))
         write_text_whole(plan, json.dumps({"steps": steps, "seconds_of_a_step": seconds}) + "\n")
     planned = json.loads(plan.read_text())
-    run = recipe(cfg, family, texts["sequences"], planned["steps"])
+    run = recipe(cfg, family, texts, planned["steps"])
     claim_directory(run, run_dir)
     if not (run_dir / ROLLOUTS_FILE).exists():
         (run_dir / ROLLOUTS_FILE).symlink_to((folder / ROLLOUTS_FILE).resolve())
@@ -106,16 +109,16 @@ def train_draft(
     return {"folder": str(run_dir / DRAFT_FOLDER)} | planned | {key: summary[key] for key in keys}
 
 
-def recipe(cfg: BenchTextConfig, family: str, sequences: int, steps: int) -> PretrainConfig:
-    """The training of one draft."""
-    policy = load_config(cfg.policy)
+def recipe(cfg: BenchTextConfig, family: str, texts: dict[str, Any], steps: int) -> PretrainConfig:
+    """The training of one draft on texts that `write_texts` tells of."""
+    policy, sequences = load_config(cfg.policy), texts["sequences"]
     return PretrainConfig(
         steps=steps,
         task=task_of(cfg),
         policy=policy,
         policy_checkpoint=cfg.policy,
         policy_compute=ComputeConfig(scan_layers=True),  # compiles in seconds at any depth
-        draft=_draft(cfg, family, policy),
+        draft=_draft(cfg, family, policy, texts["texts_of_a_row"]),
         draft_length=max(cfg.draft_lengths),
         rollout=OwnRolloutsConfig(
             sequences=sequences,
@@ -133,7 +136,7 @@ def recipe(cfg: BenchTextConfig, family: str, sequences: int, steps: int) -> Pre
     )
 
 
-def _draft(cfg: BenchTextConfig, family: str, policy: DecoderConfig) -> DraftConfig:
+def _draft(cfg: BenchTextConfig, family: str, policy: DecoderConfig, texts_of_a_row: int) -> DraftConfig:
     if family == "eagle3":
         return Eagle3Config.for_target(
             policy, draft_vocab_size=min(cfg.draft_vocab_size, policy.vocab_size), passes=cfg.passes
@@ -143,8 +146,8 @@ def _draft(cfg: BenchTextConfig, family: str, policy: DecoderConfig) -> DraftCon
         mask_token_id=mask_token_of(Tokenizer.load(cfg.policy), policy.vocab_size),
         block_size=cfg.dflash_block,
         num_hidden_layers=cfg.dflash_layers,
-        num_anchors=32,
-        row_anchors=32,
+        num_anchors=_ANCHORS,
+        row_anchors=_ANCHORS * texts_of_a_row,
     )
 
 

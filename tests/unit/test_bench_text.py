@@ -25,7 +25,7 @@ KEYS = {
 }  # fmt: skip
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}<e>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 SMALL = (
-    "minutes=0.0002 max_prompt_tokens=16 max_new_tokens=8 rollout_batch=4 draft_vocab_size=24 passes=1 batches=2 "
+    "minutes=1e-6 max_prompt_tokens=16 max_new_tokens=8 rollout_batch=4 draft_vocab_size=24 passes=1 batches=2 "
     "evaluation_prompts=2 timed_tokens=6 draft_lengths=2 repetitions=1 dflash_block=3 dflash_layers=1 peer=false "
     "samplings=temperature_1"
 ).split()
@@ -89,7 +89,7 @@ def test_a_small_run_goes_through_and_a_second_one_does_nothing_again(policy, pr
     second = json.loads((tmp_path / "b.json").read_text())
     assert (second["cells"], second["drafts"], second["texts"]) == (first["cells"], first["drafts"], first["texts"])
     assert cli.main([*asked, "--minutes", "1", "--set", "minutes=2"]) == 2
-    assert "is of other settings (minutes=0.0002)" in capsys.readouterr().err
+    assert "is of other settings (minutes=1e-06)" in capsys.readouterr().err
 
 
 @pytest.mark.slow
