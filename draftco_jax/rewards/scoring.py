@@ -81,10 +81,10 @@ def score_all(
     asked = [prompts[b // samples_per_prompt] for b in readable]
     ended = [bool(finished[b]) for b in readable]
     if isinstance(task, BatchVerifier):
-        found = task.score_responses(asked, texts, ended)
+        wrong, found = Score(0.0, {"correct": 0.0}), task.score_responses(asked, texts, ended)
     else:
-        found = [Score(task.reward(*one)) for one in zip(asked, texts, ended, strict=True)]
-    scores = [Score(0.0)] * tokens.shape[0]
+        wrong, found = Score(0.0), [Score(task.reward(*one)) for one in zip(asked, texts, ended, strict=True)]
+    scores = [wrong] * tokens.shape[0]
     for b, one in zip(readable, found, strict=True):
         scores[b] = one
     rewards = np.array([one.total for one in scores], np.float32)

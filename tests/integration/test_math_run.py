@@ -35,7 +35,7 @@ def get_config():
             max_response_tokens=12,
         ),
         policy=dc.Qwen3Config(
-            vocab_size=272, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True,
         ),
         policy_checkpoint=None,

@@ -6,7 +6,8 @@ import pytest
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
 from draftco_jax.errors import UserError
 from draftco_jax.rewards.exact import exact_reward
-from draftco_jax.rewards.scoring import score
+from draftco_jax.rewards.scores import Score, fault
+from draftco_jax.rewards.scoring import score, score_all
 from draftco_jax.text.tokenizer import arithmetic_tokenizer
 from draftco_jax.types import Prompt, Rollouts
 
@@ -122,3 +123,28 @@ def test_an_id_past_the_tokenizer_scores_nothing_and_stops_nobody():
     # A policy's vocabulary may be padded past the tokenizer's; other rows are scored as ever.
     rollouts = _rollouts([[*_ids(">93"), 39, *_ids("2"), 1], [*_ids(">932"), 1]], [True, True], 0, PROMPT.token_ids)
     np.testing.assert_array_equal(score(TASK, (PROMPT,), rollouts, TOKENIZER, 2), [[0, 1]])
+
+
+class Parts(ArithmeticTask):
+    """Judges many responses at once: the last digit decides, a lone mark is a fault."""
+
+    def score_responses(self, prompts, response_texts, finished):
+        return [
+            fault("timeout") if text == ">" else Score(float(text.endswith("2")), {"correct": 0.5, "long": len(text)})
+            for text in response_texts
+        ]
+
+
+def test_parts_are_averaged_over_those_that_have_them_and_faults_are_counted():
+    task = Parts(ArithmeticConfig(digits=3), seed=0)
+    responses = [[*_ids(">932"), 1], [*_ids(">9"), 1], [*_ids(">"), 1], [*_ids(">93"), 39, 1]]
+    found = score_all(task, (PROMPT,), _rollouts(responses, [True] * 4, 0, PROMPT.token_ids), TOKENIZER, 4)
+    np.testing.assert_array_equal(found.rewards, [[1, 0, 0, 0]])
+    # An id without a text is wrong, and its other parts are unknown; of a fault nothing is known.
+    assert found.metrics() == {
+        "reward/component_correct": (0.5 + 0.5 + 0.0) / 3,
+        "reward/component_long": 3.0,
+        "reward/faults_fraction": 0.25,
+    }
+    plain = score_all(TASK, (PROMPT,), _rollouts(responses, [True] * 4, 0, PROMPT.token_ids), TOKENIZER, 4)
+    assert plain.metrics() == {}
