@@ -103,6 +103,42 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftScheduleConfig:
+    """In which steps the draft trains; the others leave it and its optimizer as they are and spend nothing on it."""
+
+    every_steps: int = 1
+    """N: in steps N, 2 N, ..."""
+    until_step: int | None = None
+    """The last step it may train in, that of the first epoch say; none: it trains to the end."""
+    below_accepted_length: float | None = None
+    """Only where the step's own rollouts committed fewer tokens a round than this: a draft that still fits the policy
+    is left alone until the policy has moved away from it. none: however many."""
+
+    def __post_init__(self) -> None:
+        """Refuse schedules in which it never trains."""
+        for name in ("every_steps", "until_step"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be >= 1; use speculation=frozen for a draft that never trains")
+        limit = self.below_accepted_length
+        if limit is not None and not limit > 1.0:
+            raise ValueError(
+                f"below_accepted_length={limit} must be > 1, a round commits at least one token; use "
+                "speculation=frozen for a draft that never trains"
+            )
+
+    def due(self, step: int, accepted_length: float | None) -> bool:
+        """Whether the draft trains in this step, the first of which is 1.
+
+        Args:
+            step: of the run.
+            accepted_length: tokens committed a round in the step's rollouts; None where there was no round.
+        """
+        limit = self.below_accepted_length
+        fits = limit is not None and accepted_length is not None and accepted_length >= limit
+        return step % self.every_steps == 0 and (self.until_step is None or step <= self.until_step) and not fits
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeedConfig:
     """The speed comparison at the end of a run: plain and speculative in turn, in one process, compiled before."""
 
@@ -157,6 +193,9 @@ class RunConfig:
     draft_loss_weight: float = 1.0
     """lambda of L_RL + lambda * L_draft; the policy's trajectory does not depend on it."""
     draft_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    """Its steps are the updates that train the draft."""
+    draft_schedule: DraftScheduleConfig = DraftScheduleConfig()
+    """In which steps the draft trains, with speculation=cotrained."""
     accepted_length_alarm: float = 1.1
     """A step whose rollouts commit fewer tokens a round than this is marked in the metrics, and the first one is told:
     speculation is lossless, so a draft that has become useless shows in nothing else. 1 switches the alarm off."""
@@ -181,6 +220,11 @@ class RunConfig:
 
 
 def _check_positive(cfg: RunConfig) -> None:
+    if cfg.draft_schedule != DraftScheduleConfig() and cfg.speculation != "cotrained":
+        raise ValueError(
+            f"draft_schedule must be left out with speculation={cfg.speculation}, which trains no draft; or use "
+            "speculation=cotrained"
+        )
     if not 0 <= cfg.seed < 2**32:
         raise ValueError(f"seed={cfg.seed} must be in 0..{2**32 - 1}; choose another number")
     for name in ("steps", "draft_length", "chunk_tokens"):
@@ -337,7 +381,7 @@ _LATER: dict[str, tuple[type, tuple[str, ...]]] = {
     "SamplingConfig": (SamplingConfig, ("min_p",)),
     "ComputeConfig": (ComputeConfig, ("step_matmul",)),
     "RolloutConfig": (RolloutConfig, ("slots", "rule", "devices")),
-    "RunConfig": (RunConfig, ("mesh", "verification", "tree")),
+    "RunConfig": (RunConfig, ("mesh", "verification", "tree", "draft_schedule")),
 }
 """Settings that there are saved configs without. Their defaults are what such a config meant; a setting that is added
 gets a line here, and a default under which nothing changes."""

@@ -34,7 +34,7 @@ from draftco_jax.rewards.scoring import score_all
 from draftco_jax.rollout.speculation import COSTS_FILE, costs_of_run
 from draftco_jax.run import DRAFT_FOLDER, Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
-from draftco_jax.training.update import TrainState
+from draftco_jax.training.update import TrainState, draft_updates
 from draftco_jax.types import PackedBatch, PolicyVersion, Prompt, Rollouts, ScoredRollouts, StepReport
 from draftco_jax.weight_sync import Published
 
@@ -141,17 +141,27 @@ def train_step(
     with clock.stage("score"):
         scored = score_rollouts(run, prompts, rollouts, weights.version)
         batch = pack_rollouts(run, scored)
+    due, updates = draft_due(run, step, rollouts), draft_updates(state)
     with clock.stage("update"):
-        state, update_metrics = jax.block_until_ready(run.update(state, batch, *_update_inputs(run)))
+        update = run.rest if due is False else run.update
+        state, update_metrics = jax.block_until_ready(update(state, batch, *_update_inputs(run)))
     with clock.stage("publish"):
         weights = publish(run, state)
     metrics = _rollout_metrics(scored, clock.seconds["generate"], run) | _on_host(update_metrics)
-    metrics |= control_metrics | _learning_rates(run, step) | {"policy_version": float(scored.version.step)}
+    metrics |= {} if due is None else {"draft/trained": float(due)}
+    metrics |= control_metrics | _learning_rates(run, step, updates) | {"policy_version": float(scored.version.step)}
     if _due(step, run.cfg.evaluation.every_steps) or step == run.cfg.steps:
         metrics |= evaluate(run, weights)
     times = {f"time_seconds/{name}": seconds for name, seconds in clock.seconds.items()}
     times["time_seconds/step"] = sum(clock.seconds.values())
     return state, weights, batch, StepReport(step, metrics | times)
+
+
+def draft_due(run: Run, step: int, rollouts: Rollouts) -> bool | None:
+    """Whether the draft trains in this step; None where there is none to train."""
+    if not run.cotrained:
+        return None
+    return run.cfg.draft_schedule.due(step, speculation_stats(rollouts).accepted_length)
 
 
 def generate(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> tuple[Rollouts, dict[str, float]]:
@@ -276,11 +286,11 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float, run: Run) -> dict[s
     return metrics
 
 
-def _learning_rates(run: Run, step: int) -> dict[str, float]:
-    """Rates the step's update used: optax counts from 0."""
+def _learning_rates(run: Run, step: int, updates: int | None) -> dict[str, float]:
+    """Rates the step's update used, `updates` of the draft having been made before: optax counts from 0."""
     rates = {"policy/learning_rate": float(run.policy_schedule(step - 1))}
-    if run.cotrained:
-        rates["draft/learning_rate"] = float(run.draft_schedule(step - 1))
+    if updates is not None:
+        rates["draft/learning_rate"] = float(run.draft_schedule(updates))
     return rates
 
 

@@ -61,6 +61,8 @@ class Run:
     spec: ObjectiveSpec
     update: UpdateFn
     """The new state takes the memory of the old one, which cannot be read any more."""
+    rest: UpdateFn
+    """The same of the policy alone: the draft and its optimizer stay as they are."""
     prompts: PromptBatches
     evaluator: Evaluator
     history: RolloutHistory | None
@@ -254,6 +256,7 @@ def set_up(cfg: RunConfig) -> tuple[Run, Models]:
         optimizers=optimizers,
         spec=spec,
         update=layout.make_update(spec, optimizers),
+        rest=layout.make_rest(spec, optimizers),
         prompts=PromptBatches(task, cfg.rollout.prompts_per_step, cfg.seed),
         evaluator=Evaluator(held_out, cfg.evaluation.prompts),
         history=_history(cfg),

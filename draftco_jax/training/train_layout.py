@@ -164,6 +164,24 @@ class TrainLayout:
 
         return run
 
+    def make_rest(self, spec: ObjectiveSpec, optimizers: Optimizers) -> UpdateFn:
+        """An update of the policy alone, which is compiled when it is first called; takes what `make_update` takes."""
+        alone = replace(spec, draft_graph=None, draft_cfg=None)
+        update = self.make_update(alone, Optimizers(optimizers.policy, None))
+
+        def run(
+            state: TrainState,
+            batch: PackedBatch,
+            draft_loss_weight: Array,
+            reference: Params | None = None,
+            frozen_draft: Params | None = None,
+        ) -> tuple[TrainState, dict[str, Array]]:
+            without = state._replace(draft=None, draft_optimizer=None)
+            after, metrics = update(without, batch, draft_loss_weight, reference, None)
+            return after._replace(draft=state.draft, draft_optimizer=state.draft_optimizer), metrics
+
+        return run
+
     def _reference_logprobs(self, spec: ObjectiveSpec) -> Callable[[Params, PackedBatch], Array]:
         """Log-probs of the labels [R, T] by a policy with all layers on every stage, spread as the batch is."""
         mesh, packed = self.mesh, self.packed

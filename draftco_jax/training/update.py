@@ -55,6 +55,14 @@ def init_state(policy: Params, draft: Params | None, optimizers: Optimizers) -> 
     return TrainState(jnp.int32(0), policy, draft, policy_optimizer, optimizers.draft.init(draft))
 
 
+def draft_updates(state: TrainState) -> int | None:
+    """How many updates have trained the draft; None where none is trained."""
+    if state.draft_optimizer is None:
+        return None
+    counts = optax.tree.get_all_with_path(state.draft_optimizer, "count")
+    return int(counts[0][1])
+
+
 UpdateFn = Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
