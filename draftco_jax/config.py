@@ -77,6 +77,8 @@ class EvaluationConfig:
     prompts: int = 256
     every_steps: int = 0
     """0: only at the start and at the end."""
+    samples_per_prompt: int = 1
+    """Responses to each prompt: with more than one also pass@k, and maj@k where the task reads answers out of them."""
 
     def __post_init__(self) -> None:
         """Refuse empty evaluations."""
@@ -84,6 +86,8 @@ class EvaluationConfig:
             raise ValueError(f"prompts={self.prompts} must be >= 1; 256 gives +- 0.06 at 95 %")
         if self.every_steps < 0:
             raise ValueError(f"every_steps={self.every_steps} must be >= 0; 0 evaluates at the start and at the end")
+        if self.samples_per_prompt < 1:
+            raise ValueError(f"samples_per_prompt={self.samples_per_prompt} must be >= 1; 1 gives the pass rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +384,7 @@ def _check_rollout_devices(cfg: RunConfig) -> None:
 _LATER: dict[str, tuple[type, tuple[str, ...]]] = {
     "SamplingConfig": (SamplingConfig, ("min_p",)),
     "ComputeConfig": (ComputeConfig, ("step_matmul",)),
+    "EvaluationConfig": (EvaluationConfig, ("samples_per_prompt",)),
     "RolloutConfig": (RolloutConfig, ("slots", "rule", "devices")),
     "RunConfig": (RunConfig, ("mesh", "verification", "tree", "draft_schedule")),
 }

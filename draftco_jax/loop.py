@@ -245,6 +245,7 @@ def evaluate(run: Run, weights: Published) -> dict[str, float]:
         history=run.history,
     )
     metrics = {"eval/pass_rate": result.pass_rate, "eval/prompts": float(result.prompts)}
+    metrics |= {f"eval/{name}": value for name, value in result.at_k.items()}
     if result.accepted_length is not None:
         metrics["eval/accepted_length"] = result.accepted_length
     return metrics

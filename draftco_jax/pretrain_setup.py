@@ -108,7 +108,8 @@ def set_up(cfg: PretrainConfig) -> tuple[Setting, Loaded | None]:
     engine_shape(cfg, task)
     graph, policy = load_target(cfg, key)
     loaded = load_trained_draft(cfg.draft, cfg.draft_checkpoint) if cfg.draft_checkpoint else None
-    return Setting(cfg, key, task, graph, policy, Evaluator(held_out, cfg.evaluation.prompts)), loaded
+    evaluator = Evaluator(held_out, cfg.evaluation.prompts, cfg.evaluation.samples_per_prompt)
+    return Setting(cfg, key, task, graph, policy, evaluator), loaded
 
 
 def own_rollouts(setting: Setting, enough: Callable[[int], bool] = lambda calls: False) -> PackedBatch:

@@ -258,7 +258,7 @@ def set_up(cfg: RunConfig) -> tuple[Run, Models]:
         update=layout.make_update(spec, optimizers),
         rest=layout.make_rest(spec, optimizers),
         prompts=PromptBatches(task, cfg.rollout.prompts_per_step, cfg.seed),
-        evaluator=Evaluator(held_out, cfg.evaluation.prompts),
+        evaluator=Evaluator(held_out, cfg.evaluation.prompts, cfg.evaluation.samples_per_prompt),
         history=_history(cfg),
         speculation=_speculation(cfg, key),
     )

@@ -1,4 +1,4 @@
-"""pass@k, majority votes and intervals: what samples of problems say of a policy. Pure functions of counts."""
+"""pass@k and majority votes: what several samples of a problem say of a policy. Pure functions of counts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-
-Z_95 = 1.959963984540054
-"""The normal distribution has 95 % of its mass within this many standard deviations."""
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -54,23 +51,6 @@ def _ways(rivals: Sequence[int], silent: int, places: int, votes: int) -> dict[i
                 after[taken + more, ties + (more == votes)] += ways * math.comb(size, more)
         filled = after
     return {ties: ways for (taken, ties), ways in filled.items() if taken == places}
-
-
-def wilson_interval(mean: float, problems: int, z: float = Z_95) -> tuple[float, float]:
-    """Wilson's score interval of a rate over independent problems, 95 % by default.
-
-    For one sample a problem, rates are binomial and the interval is Wilson's (1927). For means of values in 0..1, such
-    as pass@k or a share of several samples, the spread over problems is at most the binomial one, so the interval is on
-    the safe side. It speaks of other problems of the same kind, not of other samples on these. Never empty: 0 of n and
-    n of n have intervals too. Raises ValueError unless 0 <= mean <= 1 and there is a problem.
-    """
-    if problems < 1 or not 0.0 <= mean <= 1.0:
-        raise ValueError(f"mean={mean} must be in 0..1 and problems={problems} be >= 1")
-    spread = z * z / problems
-    centre = (mean + spread / 2) / (1 + spread)
-    half = math.sqrt(mean * (1 - mean) * spread + spread * spread / 4) / (1 + spread)
-    # Rounding may put an end on the wrong side of a mean of 0 or 1.
-    return max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half))
 
 
 def _require_counts(samples: int, correct: int, k: int) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
+from draftco_jax.metrics.intervals import wilson_interval
 from draftco_jax.report.figure_style import (
     BLUE,
     GREEN,
@@ -24,7 +25,6 @@ from draftco_jax.report.figure_style import (
     over_steps,
 )
 from draftco_jax.report.run_data import RunData, Series
-from draftco_jax.report.statistics import wilson_interval
 
 # Where a logarithmic axis shows exact zeros if no positive value says where its floor should be.
 FLOOR_WITHOUT_VALUES = 1e-12

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from draftco_jax.metrics.intervals import wilson_interval
 from draftco_jax.report.run_data import RunData
-from draftco_jax.report.statistics import wilson_interval
 
 NOT_MEASURED = "not measured"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

@@ -97,6 +97,7 @@ REFUSED = [
         "max_new_tokens=0 must be >= 1; use none",
     ),
     (lambda: EvaluationConfig(prompts=0), "prompts=0 must be >= 1"),
+    (lambda: EvaluationConfig(samples_per_prompt=0), "samples_per_prompt=0 must be >= 1"),
     (lambda: EvaluationConfig(every_steps=-1), "every_steps=-1 must be >= 0"),
     (lambda: CheckpointConfig(every_steps=-1), "every_steps=-1 must be >= 0"),
     (lambda: CheckpointConfig(keep=0), "keep=0 must be >= 1"),
@@ -224,6 +225,7 @@ def without(tree, kind, name):
         ("RolloutConfig", "devices"),
         ("SamplingConfig", "min_p"),
         ("ComputeConfig", "step_matmul"),
+        ("EvaluationConfig", "samples_per_prompt"),
     ],
 )
 def test_a_config_that_was_saved_before_a_setting_came_is_that_of_its_default(kind, name):

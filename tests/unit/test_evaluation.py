@@ -9,7 +9,9 @@ import pytest
 from draftco_jax.decoding.engine import Engine, EngineShape, Request
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
 from draftco_jax.errors import UserError
-from draftco_jax.evaluation import Evaluator, build_request
+from draftco_jax.evaluation import Evaluator, build_request, rates_at_k
+from draftco_jax.metrics.intervals import wilson_interval
+from draftco_jax.rewards.scores import verdict
 from draftco_jax.types import Prompt, Rollouts
 
 TASK = ArithmeticTask(ArithmeticConfig(digits=2), seed=0, split="held_out")
@@ -98,3 +100,33 @@ def test_a_prompt_that_does_not_fit_is_refused(tokens):
     prompt = Prompt(prompt_id=7, text="", answer="", token_ids=(3,) * tokens)
     with pytest.raises(UserError, match=f"prompt 7 has {tokens} tokens, the cache holds prompts of 1 to"):
         build_request((prompt,), 1, SHAPE, jax.random.key(0))
+
+
+def test_several_samples_of_a_prompt_give_the_rate_of_all_and_pass_at_k():
+    answers = [TASK.problem(index).answer for index in range(2)]
+    # Prompt 0: one of four is right; prompt 1: all are.
+    said = [">1", ">1", f">{answers[0]}", ">1", *[f">{answers[1]}"] * 4]
+    engine = Scripted(lambda b: (said[b], True))
+    result = evaluate(Evaluator(TASK, 2, 4), engine)
+    assert len(np.asarray(engine.requests[0].prompts)) == 8
+    assert (result.pass_rate, result.prompts) == (5 / 8, 2)
+    low, high = wilson_interval(0.75, 2)
+    assert result.at_k["pass_at_2"] == 0.75, "1 - C(3, 2) / C(4, 2) = 1/2, and 1"
+    assert (result.at_k["pass_at_2_low"], result.at_k["pass_at_2_high"]) == (low, high)
+    assert result.at_k["pass_at_4"] == 1.0
+    assert set(result.at_k) == {f"pass_at_{k}{end}" for k in (2, 4) for end in ("", "_low", "_high")}
+    assert evaluate(Evaluator(TASK, 2), engine).at_k == {}
+
+
+def test_votes_are_counted_where_answers_were_read():
+    def scores(said, gold):
+        return [verdict(one == gold, found=one is not None, answer=one) for one in said]
+
+    # "5" wins three of five votes; "7" ties with "6" in the draw of all three that speak.
+    rates = rates_at_k([*scores(["5", "5", "5", "6", "6"], "5"), *scores(["7", "6", None, None, None], "7")], 5)
+    assert rates["majority_at_5"] == (1.0 + 0.5) / 2
+    assert {name for name in rates if name.startswith("majority")} == {
+        f"majority_at_{k}{end}" for k in (2, 4, 5) for end in ("", "_low", "_high")
+    }
+    silent = [verdict(True, found=True, answer=None), verdict(False, found=True, answer="6")]
+    assert "majority_at_2" not in rates_at_k(silent, 2), "a right answer that cannot vote would lose to every other"

@@ -1,4 +1,4 @@
-"""pass@k, votes and intervals against listing all draws, with fractions."""
+"""pass@k and votes against listing all draws, with fractions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from draftco_jax.metrics.passes import majority_at_k, pass_at_k, wilson_interval
+from draftco_jax.metrics.passes import majority_at_k, pass_at_k
 
 
 def draws(samples: int, k: int) -> list[tuple[int, ...]]:
@@ -71,27 +71,6 @@ def test_a_tie_of_three_counts_a_third():
     assert majority_at_k([None, None, "5"], [False, False, True], 3) == 1.0
 
 
-@pytest.mark.parametrize(("mean", "problems"), [(0.5, 30), (0.0, 10), (1.0, 10), (0.945, 256)])
-def test_the_interval_ends_where_the_score_test_does(mean: float, problems: int):
-    # Both ends p solve (p - mean)^2 = z^2 p (1 - p) / n.
-    ends = wilson_interval(mean, problems)
-    z = 1.959963984540054
-    for end in ends:
-        assert (end - mean) ** 2 == pytest.approx(z * z * end * (1 - end) / problems, rel=1e-9, abs=1e-15)
-    assert ends[0] <= mean <= ends[1] and ends[0] < ends[1]
-
-
-def test_the_interval_covers_about_95_of_100():
-    # All outcomes of 40 problems at several rates, weighed by their probability.
-    n = 40
-    for p in (0.1, 0.3, 0.5, 0.8):
-        covered = 0.0
-        for c in range(n + 1):
-            low, high = wilson_interval(c / n, n)
-            covered += math.comb(n, c) * p**c * (1 - p) ** (n - c) * (low <= p <= high)
-        assert 0.92 < covered < 0.98, (p, covered)
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -99,8 +78,6 @@ def test_the_interval_covers_about_95_of_100():
         (lambda: pass_at_k(4, 1, 5), r"k=5 must be in 1\.\.4, the samples of a problem; draw more"),
         (lambda: pass_at_k(4, 1, 0), r"k=0 must be in 1\.\.4"),
         (lambda: majority_at_k(["a"], [True, False], 1), "answers=1 must be as many as correct=2"),
-        (lambda: wilson_interval(1.5, 3), "mean=1.5 must be in 0..1"),
-        (lambda: wilson_interval(0.5, 0), "problems=0 be >= 1"),
     ],
 )
 def test_counts_that_cannot_be_are_refused(call, said: str):

@@ -13,6 +13,9 @@ def wilson_interval(rate: float, count: int) -> tuple[float, float]:
 
     ``(p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)``. Unlike the textbook interval it stays inside [0, 1]
     and has a width at rates of 0 and 1. Source: E. B. Wilson, JASA 22 (1927).
+
+    For means of values in 0..1 over ``count`` independent problems, such as pass@k or shares of several samples, it is
+    on the safe side: their spread is at most that of the binomial law. It speaks of other problems of the same kind.
     """
     if count <= 0:
         return rate, rate
