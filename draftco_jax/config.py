@@ -19,8 +19,8 @@ from draftco_jax.models.families import policy_configs
 from draftco_jax.models.token_tree import TreeConfig
 from draftco_jax.models.transformer import DecoderConfig
 from draftco_jax.numerics.sampling import SamplingConfig
+from draftco_jax.training.algorithm import GrpoConfig
 from draftco_jax.training.mesh_config import MeshConfig
-from draftco_jax.training.objective import GrpoConfig
 from draftco_jax.training.optimizer import OptimizerConfig
 
 SHIPPED = "shipped:"
@@ -249,7 +249,7 @@ def _check_positive(cfg: RunConfig) -> None:
 
 def _check_group_size(cfg: RunConfig) -> None:
     algorithm, group = cfg.algorithm, cfg.rollout.samples_per_prompt
-    if group < 2:
+    if group < 2 and algorithm.group_baseline:
         raise ValueError(
             f"rollout.samples_per_prompt={group} must be >= 2 with algorithm.std_normalise={algorithm.std_normalise}, "
             f"algorithm.leave_one_out={algorithm.leave_one_out}: one sample has neither spread nor others; raise it"
@@ -338,6 +338,7 @@ def _check_experts(cfg: RunConfig) -> None:
 
 def _check_mesh(cfg: RunConfig) -> None:
     cfg.mesh.check_policy(cfg.policy)
+    _check_sequence_losses(cfg)
     _check_rollout_devices(cfg)
     stripe = cfg.mesh.stripe
     if stripe is None or cfg.speculation == "off" or cfg.draft is None or not family_of(cfg.draft).trained:
@@ -347,6 +348,24 @@ def _check_mesh(cfg: RunConfig) -> None:
             f"mesh.stripe={stripe} must be >= {cfg.draft.label_reach}, the tokens that the draft's labels reach ahead; "
             "raise it, or use none"
         )
+
+
+def _check_sequence_losses(cfg: RunConfig) -> None:
+    """A stage makes the loss of a micro-batch under a condition, where only whole rows can be looked at."""
+    algorithm, mesh = cfg.algorithm, cfg.mesh
+    if not algorithm.by_sequence or not mesh.staged:
+        return
+    named = (
+        f"algorithm.policy_loss={algorithm.policy_loss}, correction={algorithm.correction}, "
+        f"sequence_error_limit={algorithm.sequence_error_limit}, which look at whole sequences"
+    )
+    if mesh.context > 1:
+        raise ValueError(
+            f"mesh.context={mesh.context} must be 1 with mesh.stage={mesh.stage}, mesh.microbatches="
+            f"{mesh.microbatches} and {named}; drop one of the axes"
+        )
+    if mesh.stage > 1 and mesh.head_placement != "last_stage":
+        raise ValueError(f"mesh.head_placement={mesh.head_placement} must be last_stage with {named}; set it")
 
 
 def _check_rollout_devices(cfg: RunConfig) -> None:
@@ -385,6 +404,15 @@ _LATER: dict[str, tuple[type, tuple[str, ...]]] = {
     "SamplingConfig": (SamplingConfig, ("min_p",)),
     "ComputeConfig": (ComputeConfig, ("step_matmul",)),
     "EvaluationConfig": (EvaluationConfig, ("samples_per_prompt",)),
+    "GrpoConfig": (
+        GrpoConfig,
+        (
+            *("sample_std", "group_baseline", "batch_normalise", "policy_loss", "dual_clip", "aggregation"),
+            *("fixed_length", "kl_estimator", "kl_in", "entropy_coefficient", "correction", "correction_low"),
+            *("correction_high", "sequence_error_limit", "reward_range", "overlong_buffer", "overlong_penalty"),
+            "overlong_filter",
+        ),
+    ),
     "RolloutConfig": (RolloutConfig, ("slots", "rule", "devices")),
     "RunConfig": (RunConfig, ("mesh", "verification", "tree", "draft_schedule")),
 }

@@ -25,7 +25,8 @@ from draftco_jax.decoding.stats import accepted_length_by_length, length_edges, 
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.errors import UserError
 from draftco_jax.evaluation import build_request
-from draftco_jax.losses.advantages import group_relative_advantages, zero_variance_fraction
+from draftco_jax.losses.advantages import zero_variance_fraction
+from draftco_jax.losses.shaping import kept_answers
 from draftco_jax.metrics import MetricsWriter, Progress, read_metrics, read_summary, write_summary
 from draftco_jax.profiling import StageClock
 from draftco_jax.report import write_report
@@ -34,6 +35,7 @@ from draftco_jax.rewards.scoring import score_all
 from draftco_jax.rollout.speculation import COSTS_FILE, costs_of_run
 from draftco_jax.run import DRAFT_FOLDER, Run, check_directory, claim_directory, resume_data, set_up, start_or_resume
 from draftco_jax.summary import summarise_run
+from draftco_jax.training.algorithm import advantages_of
 from draftco_jax.training.update import TrainState, draft_updates
 from draftco_jax.types import PackedBatch, PolicyVersion, Prompt, Rollouts, ScoredRollouts, StepReport
 from draftco_jax.weight_sync import Published
@@ -205,12 +207,25 @@ def score_rollouts(run: Run, prompts: Sequence[Prompt], rollouts: Rollouts, vers
 
 def pack_rollouts(run: Run, scored: ScoredRollouts) -> PackedBatch:
     """Advantages, then training rows, where the update wants them: as many as sequences, so that they always fit."""
-    algorithm = run.cfg.algorithm
-    advantages = group_relative_advantages(
-        jnp.asarray(scored.rewards), std_normalise=algorithm.std_normalise, leave_one_out=algorithm.leave_one_out
-    )
+    advantages, _ = _advantages(run, scored)
     rows, row_tokens = scored.rollouts.tokens.shape
-    return run.layout.place_batch(pack(scored, np.asarray(advantages), row_tokens, rows), run.spec.draft_cfg)
+    kept = None
+    if run.cfg.algorithm.overlong_filter:
+        kept = np.asarray(kept_answers(jnp.asarray(scored.rollouts.finished)))
+    batch = pack(scored, np.asarray(advantages), row_tokens, rows, kept=kept)
+    return run.layout.place_batch(batch, run.spec.draft_cfg)
+
+
+def _advantages(run: Run, scored: ScoredRollouts) -> tuple[jax.Array, jax.Array]:
+    """Advantages, and the rewards they were made of."""
+    rewards = jnp.asarray(scored.rewards)
+    tokens = np.asarray(scored.rollouts.lengths) - np.asarray(scored.rollouts.prompt_lengths)
+    return advantages_of(
+        run.cfg.algorithm,
+        rewards,
+        jnp.asarray(tokens.reshape(rewards.shape), jnp.int32),
+        max_response_tokens=run.engine.shape.max_new_tokens,
+    )
 
 
 def make_batch(run: Run, weights: Published, prompts: Sequence[Prompt], step: int) -> PackedBatch:
@@ -268,6 +283,9 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float, run: Run) -> dict[s
         "rollout/tokens_per_second": float(response_tokens.sum() / seconds),
     }
     metrics |= scored.reward_metrics
+    algorithm = run.cfg.algorithm
+    if algorithm.reward_range is not None or algorithm.overlong_buffer > 0:
+        metrics["reward/shaped_mean"] = float(_advantages(run, scored)[1].mean())
     stats = speculation_stats(rollouts)
     if stats.experts_touched is not None:
         metrics["rollout/experts_touched_per_forward"] = stats.experts_touched

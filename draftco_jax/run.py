@@ -336,6 +336,10 @@ def engine_shape(cfg: AnyConfig, task: Task) -> EngineShape:
             f"{cfg.draft_length} needs a cache of {needed} tokens, which must be <= policy.max_position_embeddings="
             f"{cfg.policy.max_position_embeddings}; lower max_new_tokens"
         )
+    if isinstance(cfg, RunConfig) and (buffer := cfg.algorithm.overlong_buffer) > new_tokens:
+        raise UserError(
+            f"algorithm.overlong_buffer={buffer} must be <= {new_tokens}, the longest response; a fifth of it in DAPO"
+        )
     return EngineShape(
         prompt_capacity=task.max_prompt_tokens,
         max_new_tokens=new_tokens,

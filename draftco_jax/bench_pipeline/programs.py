@@ -33,7 +33,8 @@ from draftco_jax.pipeline.schedule import ScheduleName
 from draftco_jax.pipeline.spec import PipelineSpec
 from draftco_jax.pipeline.staged import StagedDecoder
 from draftco_jax.pipeline.tap_channel import TAPS_SCOPE, Baseline, Placement, TapMode, TapPlan
-from draftco_jax.training.objective import GrpoConfig, ObjectiveSpec
+from draftco_jax.training.algorithm import GrpoConfig
+from draftco_jax.training.objective import ObjectiveSpec
 from draftco_jax.training.update import joint_gradients
 from draftco_jax.types import PackedBatch
 

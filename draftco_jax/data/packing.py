@@ -51,14 +51,20 @@ class _Places(NamedTuple):
 
 
 def pack(
-    scored: ScoredRollouts, advantages: Float32[jax.Array | np.ndarray, "P G"], row_tokens: int, rows: int
+    scored: ScoredRollouts,
+    advantages: Float32[jax.Array | np.ndarray, "P G"],
+    row_tokens: int,
+    rows: int,
+    *,
+    kept: Float32[np.ndarray, " B"] | None = None,
 ) -> PackedBatch:
     """Training rows of a step: each sequence, in order, into the first row that still has room for it.
 
     The arrays are numpy: putting them on devices is the update's business, which knows the sharding. Tokens sampled by
     the policy (prompt_length <= index < length) carry their behaviour log-prob and their sequence's advantage; prompts
     and padding carry zeros, whatever the rollout buffers hold there. Recorded experts go with
-    their tokens; -1 is padding.
+    their tokens; -1 is padding. A sequence whose `kept` is 0 has no label: it is read and not trained on, by policy or
+    draft.
     """
     rollouts = scored.rollouts
     tokens = np.asarray(rollouts.tokens)
@@ -67,10 +73,11 @@ def pack(
             f"advantages={advantages.shape} must have one value per sequence: rewards={tuple(scored.rewards.shape)}, "
             f"sequences={tokens.shape[0]}; compute them from these rewards"
         )
+    prompt_lengths, lengths = np.asarray(rollouts.prompt_lengths), np.asarray(rollouts.lengths)
     documents = _Documents(
         tokens=tokens,
-        prompt_lengths=np.asarray(rollouts.prompt_lengths),
-        lengths=np.asarray(rollouts.lengths),
+        prompt_lengths=prompt_lengths if kept is None else np.where(kept > 0, prompt_lengths, lengths),
+        lengths=lengths,
         logprobs=np.asarray(rollouts.logprobs),
         advantages=np.asarray(advantages).reshape(-1),
         rewards=np.asarray(scored.rewards, np.float32).reshape(-1),

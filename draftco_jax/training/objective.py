@@ -15,51 +15,27 @@ from draftco_jax.drafts.base import DraftConfig, DraftReport, Target, TrainingCo
 from draftco_jax.drafts.catalog import family_of
 from draftco_jax.losses.chunked import map_tokens
 from draftco_jax.losses.experts import expert_metrics
-from draftco_jax.losses.kl import kl_k3
-from draftco_jax.losses.policy import clipped_surrogate
 from draftco_jax.models.compute import FloatName
 from draftco_jax.models.functional import ModelGraph
 from draftco_jax.models.moe_routing import RoutingSums
 from draftco_jax.models.transformer import Decoder
 from draftco_jax.numerics.logprobs import entropy, token_logprobs
-from draftco_jax.numerics.masked import masked_max, masked_mean
 from draftco_jax.numerics.sampling import SamplingConfig
 from draftco_jax.pipeline.spec import PipelineSpec
+from draftco_jax.training.algorithm import GRPO, GrpoConfig
+from draftco_jax.training.policy_loss import (
+    Labels,
+    PolicyMaxima,
+    PolicySums,
+    label_mask_ahead,
+    labels_of,
+    policy_loss,
+    policy_metrics,
+    weights_of,
+)
 from draftco_jax.types import PackedBatch
 
 Params = Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoConfig:
-    """Group-relative policy optimisation."""
-
-    std_normalise: bool = True
-    """Divide advantages by the group's standard deviation."""
-    leave_one_out: bool = False
-    """Baseline and deviation from the other samples of the group."""
-    clip_low: float = 0.2
-    """Probability ratios below 1 - clip_low get no gradient where the advantage is negative."""
-    clip_high: float = 0.28
-    """Probability ratios above 1 + clip_high get no gradient where the advantage is positive."""
-    kl_coefficient: float = 0.0
-    """Weight of the k3 penalty towards the initial policy; 0 skips its forward."""
-    router_balance_coefficient: float = 0.0
-    """Weight of the load-balancing loss of a policy with experts, mean over its layers; 0 leaves it out."""
-
-    def __post_init__(self) -> None:
-        """Refuse clips and weights that mean nothing."""
-        if not 0.0 < self.clip_low <= 1.0:
-            raise ValueError(f"clip_low={self.clip_low} must be in (0, 1]; 0.2 is usual")
-        if self.clip_high <= 0.0:
-            raise ValueError(f"clip_high={self.clip_high} must be > 0; 0.2 is usual, 0.28 in DAPO")
-        if self.kl_coefficient < 0.0:
-            raise ValueError(f"kl_coefficient={self.kl_coefficient} must be >= 0; 0 switches the penalty off")
-        if self.router_balance_coefficient < 0.0:
-            raise ValueError(
-                f"router_balance_coefficient={self.router_balance_coefficient} must be >= 0; 0 leaves the loss out, "
-                "0.001 is usual"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,21 +96,29 @@ class Counts(NamedTuple):
 
     policy_tokens: jax.Array
     draft_labels: jax.Array
+    policy_weight: jax.Array | None = None  # what the policy's loss is divided by; None: policy_tokens
+
+    @property
+    def loss_denominator(self) -> jax.Array:
+        """What the policy's loss is divided by."""
+        return self.policy_tokens if self.policy_weight is None else self.policy_weight
 
 
 def global_counts(
-    batch: PackedBatch, draft_cfg: DraftConfig | None, key: Key[Array, ""], packed: PackedRows = WHOLE_ROWS
+    batch: PackedBatch,
+    draft_cfg: DraftConfig | None,
+    key: Key[Array, ""],
+    packed: PackedRows = WHOLE_ROWS,
+    algorithm: GrpoConfig = GRPO,
 ) -> Counts:
     """Denominators of one batch, over all devices; with micro-batches, their sum is passed to each."""
     labels = jnp.float32(0.0)
     if draft_cfg is not None and (denominator := family_of(draft_cfg).denominator) is not None:
         labels = denominator(batch, draft_cfg, key, packed)
-    return packed.total(Counts(jnp.sum(label_mask_ahead(batch, packed)), labels))
-
-
-def label_mask_ahead(batch: PackedBatch, packed: PackedRows) -> Float32[Array, "R T"]:
-    """1 at indices whose next token is trained on and of the same document: the first token of one has no law."""
-    return packed.ahead(batch.label_mask, 1) * packed.same_document(batch.segment_ids, 1).astype(jnp.float32)
+    mask, weight = label_mask_ahead(batch, packed), None
+    if algorithm.aggregation != "token":
+        weight = weights_of(mask, batch, packed, algorithm)[1]
+    return packed.total(Counts(jnp.sum(mask), labels, weight))
 
 
 def objective(
@@ -172,8 +156,8 @@ def objective(
         experts=None if batch.experts is None else batch.experts.astype(jnp.int32),
     )
     of_reference = None if reference is None else reference_logprobs(reference, batch, spec)
-    labels = labels_of(batch, packed, of_reference)
-    loss, sums, maxima = policy_terms(policy, output.hidden, labels, counts.policy_tokens, spec)
+    labels = labels_of(batch, packed, of_reference, spec.algorithm)
+    loss, sums, maxima = policy_terms(policy, output.hidden, labels, counts, spec)
     loss, sums, maxima = packed.total(loss), packed.total(sums), packed.largest(maxima)
     metrics = policy_metrics(sums, maxima, with_reference=reference is not None)
     if output.routing is not None:
@@ -208,8 +192,12 @@ def label_logprobs(
     sampling: SamplingConfig,
     chunk: int,
     packed: PackedRows = WHOLE_ROWS,
+    *,
+    entropy_gradient: bool = False,
 ) -> tuple[Float32[Array, "R T"], Float32[Array, "R T"]]:
     """Log-prob of each label by the state at its index, and entropy of the law it was drawn from.
+
+    The entropy has a gradient where it is asked for.
 
     The label of an index is the token after it, so what is known of labels (masks, advantages) must be brought one
     index back too: `PackedRows.ahead(x, 1)`.
@@ -217,44 +205,10 @@ def label_logprobs(
 
     def terms(states: Array, labels: Array) -> tuple[Array, Array]:
         logits = policy.logits(states, packed)
-        return token_logprobs(logits, labels, sampling), jax.lax.stop_gradient(entropy(logits, sampling))
+        spread = entropy(logits, sampling)
+        return token_logprobs(logits, labels, sampling), spread if entropy_gradient else jax.lax.stop_gradient(spread)
 
     return map_tokens(terms, (hidden, labels), chunk_tokens=chunk)
-
-
-class Labels(NamedTuple):
-    """What is known of the token after each index, arrays [R, T]."""
-
-    tokens: jax.Array  # i32
-    generator_logprobs: jax.Array  # f32
-    advantages: jax.Array  # f32
-    mask: jax.Array  # f32, 1 where it is trained on
-    reference_logprobs: jax.Array | None  # f32 by the policy of the penalty; None without one
-
-
-class PolicySums(NamedTuple):
-    """Of one micro-batch on one device, over the global count: these add up. float32 scalars."""
-
-    surrogate: jax.Array
-    entropy: jax.Array
-    clip_low_fraction: jax.Array
-    clip_high_fraction: jax.Array
-    kl_k3: jax.Array  # of generator and trainer
-    kl_reference: jax.Array  # 0 without a reference policy
-
-
-class PolicyMaxima(NamedTuple):
-    """Of one micro-batch on one device: the largest counts. float32 scalars."""
-
-    ratio: jax.Array
-    logprob_diff: jax.Array
-
-
-def labels_of(batch: PackedBatch, packed: PackedRows, reference_logprobs: Array | None) -> Labels:
-    """Brings what is known of each token one index back, over the borders of devices."""
-    of_tokens = (batch.tokens, batch.label_logprobs, batch.label_advantages)
-    tokens, logprobs, advantages = (packed.ahead(x, 1) for x in of_tokens)
-    return Labels(tokens, logprobs, advantages, label_mask_ahead(batch, packed), reference_logprobs)
 
 
 def reference_logprobs(reference: Params, batch: PackedBatch, spec: ObjectiveSpec) -> Float32[Array, "R T"]:
@@ -267,57 +221,23 @@ def reference_logprobs(reference: Params, batch: PackedBatch, spec: ObjectiveSpe
 
 
 def policy_terms(
-    policy: Decoder, hidden: Array, labels: Labels, token_count: Array, spec: ObjectiveSpec
+    policy: Decoder, hidden: Array, labels: Labels, counts: Counts, spec: ObjectiveSpec
 ) -> tuple[Float32[Array, ""], PolicySums, PolicyMaxima]:
-    """Clipped surrogate and k3 penalty of these rows, and what is logged of them; to be summed over devices.
+    """The policy's loss of these rows, and what is logged of them; to be summed over devices.
 
-    No collective but those of the tensor axis, so that it may stand under a condition of the stage.
+    No collective but those of the tensor axis, so that it may stand under a condition of the stage; what looks at whole
+    sequences adds one of the context axis.
     """
-    algorithm, mask = spec.algorithm, labels.mask
-    mean = partial(masked_mean, mask=mask, count=token_count)
-    logprobs, entropies = label_logprobs(policy, hidden, labels.tokens, spec.sampling, spec.chunk_tokens, spec.packed)
-    surrogate, aux = clipped_surrogate(
-        logprobs,
-        labels.generator_logprobs,
-        labels.advantages,
-        mask,
-        token_count=token_count,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
+    found = label_logprobs(
+        policy,
+        hidden,
+        labels.tokens,
+        spec.sampling,
+        spec.chunk_tokens,
+        spec.packed,
+        entropy_gradient=spec.algorithm.entropy_coefficient > 0,
     )
-    penalty = jnp.zeros_like(surrogate)
-    if labels.reference_logprobs is not None:
-        # Cleared before exp, as in `clipped_surrogate`: the reference may differ by any number of nats on a prompt.
-        label = lambda x: jnp.where(mask > 0, x, 0.0)  # noqa: E731
-        penalty = mean(kl_k3(label(logprobs), label(labels.reference_logprobs)))
-    trained = jax.lax.stop_gradient(logprobs)
-    sums = PolicySums(
-        surrogate=surrogate,
-        entropy=mean(entropies),
-        clip_low_fraction=aux.clip_low_fraction,
-        clip_high_fraction=aux.clip_high_fraction,
-        kl_k3=mean(kl_k3(labels.generator_logprobs, trained)),
-        kl_reference=penalty,
-    )
-    maxima = PolicyMaxima(
-        ratio=aux.ratio_max,
-        logprob_diff=masked_max(jnp.abs(trained - labels.generator_logprobs), mask, empty=0.0),
-    )
-    return surrogate + algorithm.kl_coefficient * penalty, *jax.lax.stop_gradient((sums, maxima))
-
-
-def policy_metrics(sums: PolicySums, maxima: PolicyMaxima, *, with_reference: bool) -> dict[str, Array]:
-    """Names of a run; both must be those of all micro-batches and devices."""
-    metrics = {
-        "policy/loss": sums.surrogate,
-        "policy/entropy": sums.entropy,
-        "policy/clip_low_fraction": sums.clip_low_fraction,
-        "policy/clip_high_fraction": sums.clip_high_fraction,
-        "policy/ratio_max": maxima.ratio,
-        "agreement/kl_k3": sums.kl_k3,
-        "agreement/logprob_diff_max": maxima.logprob_diff,
-    }
-    return metrics | ({"policy/kl_reference": sums.kl_reference} if with_reference else {})
+    return policy_loss(*found, labels, counts.policy_tokens, counts.loss_denominator, spec.algorithm, spec.packed)
 
 
 def draft_terms(

@@ -32,18 +32,18 @@ from draftco_jax.pipeline.stages import Chunk, Head, PipelineResult, StageProgra
 from draftco_jax.pipeline.tap_channel import TapPlan
 from draftco_jax.training.objective import (
     Counts,
-    Labels,
     ObjectiveSpec,
     draft_metrics,
     draft_terms,
-    labels_of,
-    policy_metrics,
     policy_terms,
 )
 from draftco_jax.training.optimizer import sum_gradient
+from draftco_jax.training.policy_loss import Labels, labels_of, policy_metrics
 from draftco_jax.types import PackedBatch
 
 Params = Any
+
+_SEQUENCES = "a loss that looks at whole sequences: a part of the tokens does not hold them; change it"
 
 
 class DraftPart(NamedTuple):
@@ -138,7 +138,7 @@ class _Update:
         if tied:
             of_head["embed_tokens"] = params["embed_tokens"]
         batch = self._micro(self.batch)
-        labels = self._micro(labels_of(self.batch, packed, self.reference))
+        labels = self._micro(labels_of(self.batch, packed, self.reference, spec.algorithm))
         tokens = lambda m: _at(batch, m).tokens  # noqa: E731
 
         def head(head_params: Params, y: Array, m: Array, part: Array | None) -> tuple[Array, Head]:
@@ -146,8 +146,10 @@ class _Update:
             model: StagedDecoder = spec.policy_graph.merge({**params, **head_params})
             of_micro: Labels = _at(labels, m)
             if part is not None:
+                if spec.algorithm.by_sequence:
+                    raise ValueError(f"head_placement=all_stages must be last_stage with {_SEQUENCES}")
                 of_micro, y = _part(of_micro, part, y.shape[0], self.pipeline.layout.stages), y[None]
-            loss, sums, maxima = policy_terms(model, model.norm(y), of_micro, self.counts.policy_tokens, spec)
+            loss, sums, maxima = policy_terms(model, model.norm(y), of_micro, self.counts, spec)
             return loss, Head(sums, maxima)
 
         def embedding_gradient(total: Array, m: Array, dx: Array, here: Array) -> Array:

@@ -250,7 +250,7 @@ def joint_gradients(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tup
 
         def gradients(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Params, dict[str, Array]]:
             reference, frozen_draft, key = rest
-            counts = global_counts(batch, spec.draft_cfg, key, spec.packed)
+            counts = global_counts(batch, spec.draft_cfg, key, spec.packed, spec.algorithm)
             if spec.pipeline is not None:
                 return pipelined_gradients(params, batch, counts, weight, reference, frozen_draft, spec, key, states)
             own = spec.packed.varying(params)
@@ -291,7 +291,7 @@ def joint_loss(spec: ObjectiveSpec, mesh: Mesh | None) -> Callable[..., tuple[Ar
 
     def loss(params: Params, batch: PackedBatch, weight: Array, *rest: Any) -> tuple[Array, dict[str, Array]]:
         reference, frozen_draft, key = rest
-        counts = global_counts(batch, spec.draft_cfg, key, spec.packed)
+        counts = global_counts(batch, spec.draft_cfg, key, spec.packed, spec.algorithm)
         return objective(params, batch, counts, weight, reference, frozen_draft, spec, key)
 
     if mesh is None:

@@ -52,6 +52,7 @@ def make(**changes) -> RunConfig:
 
 ONE_SAMPLE = RolloutConfig(prompts_per_step=4, samples_per_prompt=1)
 GREEDY = RolloutConfig(prompts_per_step=4, samples_per_prompt=4, sampling=SamplingConfig(temperature=0.0))
+GSPO = GrpoConfig(policy_loss="gspo", aggregation="sequence")
 OVER_MESH = RolloutConfig(prompts_per_step=4, samples_per_prompt=4, devices="mesh")
 REFUSED = [
     (lambda: make(steps=0), "steps=0 must be >= 1"),
@@ -65,6 +66,14 @@ REFUSED = [
     (
         lambda: make(algorithm=GrpoConfig(router_balance_coefficient=0.01)),
         "algorithm.router_balance_coefficient=0.01 must be 0.0 with policy=Qwen3Config, which has no experts",
+    ),
+    (
+        lambda: make(algorithm=GSPO, mesh=MeshConfig(stage=2)),
+        "mesh.head_placement=all_stages must be last_stage with algorithm.policy_loss=gspo",
+    ),
+    (
+        lambda: make(algorithm=GSPO, mesh=MeshConfig(stage=2, context=2, head_placement="last_stage")),
+        "mesh.context=2 must be 1 with mesh.stage=2, mesh.microbatches=None and algorithm.policy_loss=gspo",
     ),
     (lambda: GrpoConfig(router_balance_coefficient=-1.0), "router_balance_coefficient=-1.0 must be >= 0"),
     (lambda: make(draft_loss_weight=-0.5), "draft_loss_weight=-0.5 must be >= 0; 0 leaves the draft untrained"),
@@ -226,6 +235,8 @@ def without(tree, kind, name):
         ("SamplingConfig", "min_p"),
         ("ComputeConfig", "step_matmul"),
         ("EvaluationConfig", "samples_per_prompt"),
+        ("GrpoConfig", "policy_loss"),
+        ("GrpoConfig", "reward_range"),
     ],
 )
 def test_a_config_that_was_saved_before_a_setting_came_is_that_of_its_default(kind, name):

@@ -215,3 +215,15 @@ def test_a_step_of_256_sequences_is_packed_in_milliseconds():
 
     # The target is 5 ms on a quiet core; the best of many, in CPU time, allows for a busy one.
     assert min(seconds() for _ in range(20)) < 0.010
+
+
+def test_a_sequence_that_is_not_kept_is_read_and_not_trained_on():
+    scored, advantages = _scored([2, 3], [4, 5])
+    whole = pack(scored, advantages, row_tokens=9, rows=1)
+    packed = pack(scored, advantages, row_tokens=9, rows=1, kept=np.array([0, 1], np.float32))
+    np.testing.assert_array_equal(packed.tokens, whole.tokens)
+    np.testing.assert_array_equal(packed.segment_ids, whole.segment_ids)
+    for name in ("label_mask", "label_logprobs", "label_advantages", "label_rewards"):
+        kept, there = np.asarray(getattr(packed, name)), np.asarray(getattr(whole, name))
+        assert (kept[:, :4] == 0).all() and there[:, 2:4].all()
+        np.testing.assert_array_equal(kept[:, 4:], there[:, 4:])

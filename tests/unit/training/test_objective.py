@@ -151,7 +151,8 @@ def test_a_token_that_is_not_trained_on_may_be_anything_to_the_reference_policy(
     def gradient(elsewhere):
         labels = labels_of(batch, WHOLE_ROWS, jnp.full(batch.tokens.shape, -3.0))
         labels = labels._replace(reference_logprobs=jnp.where(labels.mask > 0, -3.0, jnp.float32(elsewhere)))
-        loss = lambda hidden: policy_terms(policy, hidden, labels, jnp.sum(labels.mask), spec)[0]  # noqa: E731
+        count = Counts(jnp.sum(labels.mask), jnp.float32(0.0))
+        loss = lambda hidden: policy_terms(policy, hidden, labels, count, spec)[0]  # noqa: E731
         return jax.value_and_grad(loss)(hidden)
 
     jax.tree.map(np.testing.assert_array_equal, gradient(anything), gradient(-3.0))
