@@ -1,7 +1,8 @@
 """`draftco bench slots`: what continuous batching costs and gains beside static batches, and a step by length of text.
 
     even      responses that end by themselves, all about as long: a static batch wastes nothing
-    uneven    responses of limited lengths, most short and a few long: a static batch waits for its longest
+    uneven    responses of limited lengths, most short and a few long: a static batch waits for its longest, and is made
+              for so many tokens and no more
 
 The same requests go through S slots in one call, or in batches of S one after another, taking turns; tokens a second
 count what was asked for. Policies are those of `draftco bench decode`.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from draftco_jax.types import Rollouts
 KINDS = ("even", "uneven")
 _MEAN_OF_UNEVEN = 16
 _MOST_OF_UNEVEN = 96
+_POSITIONS = 512  # of the shipped policy, and of what it grows to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,11 @@ class BenchSlotsConfig:
         for name in ("slots", "batches", "repetitions", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1; leave it out")
+        if not self.lengths or min(self.lengths) < 1 or max(self.lengths) + self.steps + 1 > _POSITIONS:
+            raise ValueError(
+                f"lengths={self.lengths} must be numbers >= 1, each with room for steps={self.steps} tokens and one "
+                f"more in the {_POSITIONS} positions of the policy; leave them out"
+            )
         if not self.draft_lengths or min(self.draft_lengths) < 0:
             raise ValueError(f"draft_lengths={self.draft_lengths} must be numbers >= 0; use 0,4")
 
@@ -83,9 +90,13 @@ def bench_slots(cfg: BenchSlotsConfig, stage: Callable[[str], None] = lambda tex
     over = {kind: {c["policy"]: {} for c in cells} for kind in KINDS}
     for cell in cells:
         over[cell["kind"]][cell["policy"]][str(cell["draft_length"])] = cell["slots_over_static"]
-    return {"slots": cfg.slots, "cells": cells, "slots_over_static": over, "step_by_length": steps} | describe_machine(
-        load
-    )
+    settings = {name: value for name, value in asdict(cfg).items() if name != "policies"}
+    return {
+        "settings": settings,
+        "cells": cells,
+        "slots_over_static": over,
+        "step_by_length": steps,
+    } | describe_machine(load)
 
 
 def _measure(cfg: BenchSlotsConfig, pair: Pair, kind: str, k: int) -> dict[str, Any]:
@@ -95,11 +106,12 @@ def _measure(cfg: BenchSlotsConfig, pair: Pair, kind: str, k: int) -> dict[str, 
     queue: Request = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *requests)
     if kind == "even":
         engine, limits = pair.engine(SamplingConfig()), None
+        static = [engine] * cfg.batches
     else:
         limits = uneven_limits(cfg.slots * cfg.batches, cfg.seed)
         # Nothing but the limit ends these: what the policy writes behind its answer is of no interest here.
-        shape = replace(pair.shape, max_new_tokens=_MOST_OF_UNEVEN, stop_ids=())
-        engine = Engine(*pair.graphs, shape=shape, sampling=SamplingConfig())
+        made = {n: _without_stops(pair, n) for n in {_MOST_OF_UNEVEN, *longest_of_batches(limits, cfg.batches)}}
+        engine, static = made[_MOST_OF_UNEVEN], [made[n] for n in longest_of_batches(limits, cfg.batches)]
         queue = queue._replace(max_tokens=jnp.asarray(limits, jnp.int32))
     found: dict[str, list[Rollouts]] = {}
 
@@ -108,7 +120,9 @@ def _measure(cfg: BenchSlotsConfig, pair: Pair, kind: str, k: int) -> dict[str, 
         return rollouts
 
     calls = {
-        "static": lambda: keep("static", [engine.generate(weights.policy, draft, r, k) for r in requests]),
+        "static": lambda: keep(
+            "static", [e.generate(weights.policy, draft, r, k) for e, r in zip(static, requests, strict=True)]
+        ),
         "slots": lambda: keep("slots", [engine.generate(weights.policy, draft, queue, k, slots=cfg.slots)]),
     }
     seconds = compare(calls, cfg.repetitions)
@@ -119,6 +133,16 @@ def _measure(cfg: BenchSlotsConfig, pair: Pair, kind: str, k: int) -> dict[str, 
         "tokens": tokens,
         "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
     }
+
+
+def _without_stops(pair: Pair, max_new_tokens: int) -> Engine:
+    shape = replace(pair.shape, max_new_tokens=max_new_tokens, stop_ids=())
+    return Engine(*pair.graphs, shape=shape, sampling=SamplingConfig())
+
+
+def longest_of_batches(limits: np.ndarray, batches: int) -> list[int]:
+    """What each static batch waits for."""
+    return [int(longest) for longest in limits.reshape(batches, -1).max(axis=1)]
 
 
 def uneven_limits(count: int, seed: int) -> np.ndarray:

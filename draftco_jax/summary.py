@@ -55,15 +55,17 @@ def summarise_run(
     }
     if run.kept.draft is None:
         return summary
-    stage("accepted length of the twin and of an untrained draft")
     summary |= {
         "draft_parameters": count_parameters(run.kept.draft),
         "accepted_length_start": first.get("eval/accepted_length"),
         "accepted_length_end": last.get("eval/accepted_length"),
-        "accepted_length_frozen_end": _accepted_length(run, state, run.kept.draft),
-        # A draft without weights and without a memory proposes nothing, so that each round commits one token.
-        "accepted_length_untrained": _accepted_length(run, state, run.untrained_draft()) if run.twin else 1.0,
     }
+    if run.twin is not None:  # other drafts have no weights that training could have moved
+        stage("accepted length of the twin and of an untrained draft")
+        summary |= {
+            "accepted_length_frozen_end": _accepted_length(run, state, run.kept.draft),
+            "accepted_length_untrained": _accepted_length(run, state, run.untrained_draft()),
+        }
     if cfg.speed.repetitions > 0:
         stage("timing plain and speculative rollouts in turn")
         summary |= _speed(run, state, weights, batch)

@@ -29,14 +29,22 @@ from draftco_jax.drafts.base import Context, Features
 from draftco_jax.models.paged_cache import NOBODY, PagedCache, is_paged
 from draftco_jax.numerics.rows import pick, row_at, slice_rows, update_rows
 
+
+def waiting(table: Table, state: State) -> Bool[Array, " N"]:
+    """Requests that have no slot yet and are to have one."""
+    number = jnp.arange(table.count, dtype=jnp.int32)
+    return (number >= state.started) & (number < table.known) & ~state.aborted
+
+
 # ---- end ----
 
 
 def end(work: Work, table: Table, state: State) -> State:
-    """Empty the slots of requests that are over, and the staging rows all of whose requests have started."""
+    """Empty the slots of requests that are over, and the staging rows for which none waits any more."""
     slots, staging = state.slots, state.staging
     ended = (slots.request < table.count) & over(table, state)[jnp.minimum(slots.request, table.count - 1)]
-    used_up = (staging.first < table.count) & (staging.until <= state.started)
+    ahead = jnp.pad(jnp.cumsum(waiting(table, state).astype(jnp.int32)), (1, 0))
+    used_up = (staging.first < table.count) & (ahead[staging.until] == ahead[staging.first])
     slot_cache, owners = _left(slots.cache, ended, state.owners)
     row_cache, owners = _left(staging.cache, used_up, owners)
     if work.slots.poison:
@@ -83,7 +91,7 @@ class Stages(NamedTuple):
     """Which staging rows get which prompts."""
 
     rows: jax.Array  # bool[P]
-    request: jax.Array  # i32[P] the first request with the prompt
+    request: jax.Array  # i32[P] the first request with the prompt that waits
 
 
 def may_stage(work: Work, table: Table, state: State) -> Stages:
@@ -93,13 +101,15 @@ def may_stage(work: Work, table: Table, state: State) -> Stages:
     whatever waits behind them.
     """
     free = state.staging.first == table.count
-    ahead = table.group[jnp.minimum(state.staged, table.count - 1)] + jnp.arange(free.shape[0], dtype=jnp.int32)
-    begins = jnp.where(ahead < table.count, table.begins[jnp.minimum(ahead, table.count - 1)], table.count)
-    request = jnp.maximum(begins, state.staged)  # later requests may have joined the group of the last one staged
+    number = jnp.arange(table.count, dtype=jnp.int32)
+    apart = waiting(table, state) & (number >= state.staged)
+    before = jnp.cumsum(apart.astype(jnp.int32)) - apart.astype(jnp.int32)
+    foremost = apart & (before == before[table.begins[table.group]])  # of its group
+    request = jnp.nonzero(foremost, size=free.shape[0], fill_value=table.count)[0].astype(jnp.int32)
     at = jnp.minimum(request, table.count - 1)
     need = jnp.cumsum(pages_of(table.lengths[at], work.slots.page))
     need += jnp.where(jnp.all(free) & (jnp.arange(free.shape[0]) == 0), 0, work.most_pages)
-    goes = (request < table.known) & (need <= free_pages(state.owners))
+    goes = (request < table.count) & (need <= free_pages(state.owners))
     count = jnp.sum(jnp.cumprod(goes.astype(jnp.int32)))
     place = jnp.cumsum(free.astype(jnp.int32)) - 1  # the first empty row gets the first prompt
     return Stages(free & (place < count), at[jnp.clip(place, 0, free.shape[0] - 1)])
@@ -213,14 +223,14 @@ def may_start(work: Work, table: Table, state: State) -> Starts:
     """The next requests of the table: all before them have started, their prompts are read, pages are free."""
     slots, staging = state.slots, state.staging
     empty = slots.request == table.count
-    request = state.started + jnp.arange(empty.shape[0], dtype=jnp.int32)
+    request = jnp.nonzero(waiting(table, state), size=empty.shape[0], fill_value=table.count)[0].astype(jnp.int32)
     at = jnp.minimum(request, table.count - 1)
     first, until = staging.first[None, :], staging.until[None, :]
     staged = (first <= at[:, None]) & (at[:, None] < until) & (first < table.count)
     row = jnp.argmax(staged, axis=1).astype(jnp.int32)
     ready = jnp.any(staged, axis=1) & (staging.position >= staging.length)[row]
     need = jnp.cumsum(_all_pages(work, table, at) - _full_pages(work, table, at))
-    goes = (request < table.known) & ready & (need <= free_pages(state.owners))
+    goes = (request < table.count) & ready & (need <= free_pages(state.owners))
     count = jnp.sum(jnp.cumprod(goes.astype(jnp.int32)))
     place = jnp.cumsum(empty.astype(jnp.int32)) - 1  # the first empty slot gets the first request
     chosen = jnp.clip(place, 0, empty.shape[0] - 1)
@@ -256,5 +266,5 @@ def start(work: Work, table: Table, state: State, starts: Starts) -> State:
         places = jnp.where(mask, request, table.count)
         read_with = staging.experts[row]
         log = log._replace(ids=log.ids.at[places, : read_with.shape[1]].set(read_with, mode="drop"))
-    started = state.started + jnp.sum(mask, dtype=jnp.int32)
+    started = jnp.maximum(state.started, jnp.max(jnp.where(mask, request + 1, 0)))
     return state._replace(slots=slots, owners=owners, log=log, started=started)

@@ -90,7 +90,8 @@ def advance(work: Work, table: Table, state: State, turns: Int32[Array, ""] | No
 
 
 def abort(state: State, requests: Bool[Array, " N"]) -> State:
-    """These requests get no further token; their slots and pages are free from the next turn on."""
+    """These requests get no further token; slots, rows and pages are free from the next turn on, and those that waited
+    are passed over."""
     return state._replace(aborted=state.aborted | requests)
 
 

@@ -151,7 +151,8 @@ class Work:
             )
         if self.slots.pages is not None:
             return self.slots.pages
-        return 1 + self.slots.prompts_at_once * self.prompt_pages + self.slots.slots * self.most_pages
+        # Prompts that wait leave free what one request more would take (`admission.may_stage`).
+        return 1 + self.slots.prompts_at_once * self.prompt_pages + (self.slots.slots + 1) * self.most_pages
 
     @property
     def beyond_context(self) -> bool:
@@ -260,8 +261,8 @@ class State(NamedTuple):
     slots: Slots
     staging: Staging
     owners: jax.Array  # i32[Q]
-    started: jax.Array  # i32[] requests that have been given a slot: they start in the order of the table
-    staged: jax.Array  # i32[] requests whose prompt has been given a row
+    started: jax.Array  # i32[] requests before this one have had a slot or were aborted: they start in order
+    staged: jax.Array  # i32[] the prompts of requests before this one have had a row
     turn: jax.Array  # i32[]
     control: Control
     ledger: Ledger

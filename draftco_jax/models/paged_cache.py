@@ -182,7 +182,10 @@ def walk(
     if steps == 1:  # a loop of one turn keeps the compiler from fusing what is in it with what is around it
         _, total, summed = step(jnp.int32(0), carry)
     else:
-        first = jnp.int32(0) if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // reach
+        first = jnp.int32(0)
+        if window is not None:  # by rows that have tokens: the others stand at 0
+            earliest = jnp.min(jnp.where(pages.end > start, start, jnp.iinfo(jnp.int32).max))
+            first = jnp.maximum(earliest - window + 1, 0) // reach
         last = jnp.minimum((jnp.max(pages.end) + reach - 1) // reach, steps)
         _, total, summed = jax.lax.fori_loop(first, last, step, carry)
     total = total[..., None]

@@ -30,11 +30,19 @@ def test_uneven_limits_are_mostly_short_and_the_same_each_time():
     assert limits.min() == 1 and limits.max() == 96 and 14 < limits.mean() < 18 and np.median(limits) < 13
 
 
+def test_a_static_batch_is_made_for_its_own_longest_response():
+    assert bench.longest_of_batches(np.array([3, 9, 2, 5, 1, 1]), 3) == [9, 5, 1]
+    assert max(bench.longest_of_batches(bench.uneven_limits(128, 0), 4)) == 96
+
+
 def test_settings_that_measure_nothing_are_refused():
     with pytest.raises(ValueError, match="policies=.* must name some of"):
         bench.BenchSlotsConfig(policies=("1T",))
     with pytest.raises(ValueError, match="slots=0 must be >= 1"):
         bench.BenchSlotsConfig(slots=0)
+    for lengths in ((), (0, 4), (4, 480)):
+        with pytest.raises(ValueError, match="must be numbers >= 1, each with room for steps=32 tokens"):
+            bench.BenchSlotsConfig(lengths=lengths)
     with pytest.raises(ValueError, match=r"draft_lengths=\(-1,\) must be numbers >= 0"):
         bench.BenchSlotsConfig(draft_lengths=(-1,))
 

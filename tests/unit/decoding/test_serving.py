@@ -87,7 +87,7 @@ def static(toy, mixed_requests, sampled_shape) -> Rollouts:
 
 
 def rows(rollouts, places):
-    return jax.tree.map(lambda field: field[np.asarray(places)], rollouts)
+    return jax.tree.map(lambda field: field[np.asarray(places, int)], rollouts)
 
 
 def assert_identical(one, other):
@@ -204,3 +204,19 @@ def test_wishes_that_cannot_be_met_are_refused(toy, mixed_requests, sampled_shap
         SlotShape(slots=0)
     with pytest.raises(ValueError, match=r"draft_lengths=\(\)"):
         SlotShape(slots=1, draft_lengths=())
+
+
+def test_a_request_aborted_while_it_waits_takes_no_turn_no_slot_and_no_page(server, mixed_requests, select):
+    """Of a group too: those that are left start, and a prompt that nobody waits for any more is given up."""
+    whole = server(mixed_requests)
+    alone = server(mixed_requests, aborted=(0, 1, 2, 3, 4, 5, 6))
+    assert_identical(rows(alone.rollouts, [7]), rows(whole.rollouts, [7]))
+    assert (alone.rollouts.lengths == alone.rollouts.prompt_lengths)[:7].all()
+    assert alone.turns < whole.turns / 2
+    grouped = in_groups(mixed_requests, select)
+    both = server(grouped)
+    for aborted in ((0, 1), (1, 3, 5), (0, 1, 2, 3), (4, 5, 6, 7), tuple(range(ROWS))):
+        served = server(grouped, aborted=aborted)
+        left = [row for row in range(ROWS) if row not in aborted]
+        assert_identical(rows(served.rollouts, left), rows(both.rollouts, left))
+        np.testing.assert_array_equal(served.owners, unowned(POOL))
