@@ -158,9 +158,8 @@ def _peer_players(peer: Peer, pair: Contestant, turns: Sequence[Sequence[Request
     asked = [[_prompt_rows(request) for request in turn] for turn in turns]
 
     def play(assisted: bool) -> Callable[[list[list[int]]], Texts]:
-        stop = shape.stop_ids[0]
         return lambda prompts: peer.generate(
-            prompts, new_tokens=shape.max_new_tokens, stop=stop, pad=shape.pad_id, assisted=assisted
+            prompts, new_tokens=shape.max_new_tokens, stops=shape.stop_ids, pad=shape.pad_id, assisted=assisted
         )
 
     players = {"peer_plain": Player(play(False), asked)}

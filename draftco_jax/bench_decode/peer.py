@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +51,9 @@ class Peer:
             self._help = {"assistant_model": assistant.model}
 
     def generate(
-        self, prompts: list[list[int]], *, new_tokens: int, stop: int, pad: int, assisted: bool = False
+        self, prompts: list[list[int]], *, new_tokens: int, stops: Sequence[int], pad: int, assisted: bool = False
     ) -> Texts:
-        """Greedy responses; prompts of several lengths are padded on the left."""
+        """Greedy responses that end with the first of `stops`; prompts of several lengths are padded on the left."""
         torch, width = self._torch, max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -63,12 +64,13 @@ class Peer:
                 attention_mask=mask,
                 max_new_tokens=new_tokens,
                 do_sample=False,
-                eos_token_id=stop,
+                eos_token_id=list(stops) or [-1],  # none: not those of the folder either
                 pad_token_id=pad,
                 **(self._help if assisted else {}),
             )
-        return Texts([_until(row[width:].tolist(), stop) for row in rows])
+        return Texts([_until(row[width:].tolist(), stops) for row in rows])
 
 
-def _until(row: list[int], stop: int) -> list[int]:
-    return row[: row.index(stop) + 1] if stop in row else row
+def _until(row: list[int], stops: Sequence[int]) -> list[int]:
+    ends = [place + 1 for place, token in enumerate(row) if token in stops]
+    return row[: ends[0]] if ends else row

@@ -43,7 +43,7 @@ def bench_text(cfg: BenchTextConfig, folder: Path, stage: Stage = lambda text: N
     """
     load, why = load_average(), "left out by peer=false" if not cfg.peer else missing()
     train, held_out = (build_task(task_of(cfg), cfg.seed, split) for split in ("train", "held_out"))
-    _check_prompts(cfg, held_out)
+    _check_prompts(cfg, train, held_out)
     _claim(cfg, folder)
     stage(f"the policy's own texts, {cfg.seconds_of_rollouts:.0f} s")
     texts = write_texts(cfg, train.num_problems or 0, folder)
@@ -58,6 +58,7 @@ def bench_text(cfg: BenchTextConfig, folder: Path, stage: Stage = lambda text: N
         "texts": texts,
         "drafts": drafts,
         "cells": cells,
+        "timed_prompts": _timed(cfg, held_out),
         "worst_over_plain": min(cell["speedup"] for cell in cells),
         "over_transformers": {
             str(cell["batch"]): cell["over_transformers"] for cell in cells if cell["over_transformers"] is not None
@@ -66,8 +67,14 @@ def bench_text(cfg: BenchTextConfig, folder: Path, stage: Stage = lambda text: N
     } | describe_machine(load)
 
 
-def _check_prompts(cfg: BenchTextConfig, held_out: Task) -> None:
-    """Enough for the evaluation; timed turns go round where there are fewer than they ask for."""
+def _check_prompts(cfg: BenchTextConfig, train: Task, held_out: Task) -> None:
+    """Enough for the evaluation, and none that drafts learn from."""
+    questions = [{task.problem(i).text for i in range(task.num_problems or 0)} for task in (train, held_out)]
+    if common := questions[0] & questions[1]:
+        raise UserError(
+            f"held_out={cfg.held_out} shares {len(common)} questions with prompts={cfg.prompts}, which drafts learn "
+            "from; take them out of one file, or leave held_out out"
+        )
     there = held_out.num_problems or 0
     if there < cfg.evaluation_prompts:
         raise UserError(
@@ -94,11 +101,12 @@ def _claim(cfg: BenchTextConfig, folder: Path) -> None:
 def _cells(
     cfg: BenchTextConfig, family: str, draft: str, held_out: Task, folder: Path, peer: Peer | None, stage: Stage
 ) -> list[dict[str, Any]]:
-    """Cells of a draft at all batches and ways of sampling; those that an earlier run has measured are kept."""
+    """Cells of a draft at all batches and ways of sampling; those that were measured before on the same kind of machine
+    with the same versions are kept, with their date."""
     path = folder / f"{family}-{_CELLS_FILE}"
     done: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     settings = json.dumps(to_json(cfg), sort_keys=True)
-    done = {key: cell for key, cell in done.items() if cell["settings"] == settings}
+    done = {key: kept for key, kept in done.items() if kept["settings"] == settings and _measured_alike(kept["cell"])}
     wanted = [(batch, sampling) for batch in cfg.batches for sampling in cfg.samplings]
     if any(_key(*cell) not in done for cell in wanted):
         pair = _pair(cfg, family, draft, held_out)
@@ -106,23 +114,38 @@ def _cells(
             if _key(batch, sampling) in done:
                 continue
             stage(f"{family}, batch {batch}, {sampling.replace('_', ' ')}")
-            cell = measure_cell(cfg, pair, sampling, batch, peer)
+            load = load_average()
+            cell = measure_cell(cfg, pair, sampling, batch, peer) | {"measured": describe_machine(load)}
             done[_key(batch, sampling)] = {"settings": settings, "cell": cell}
             write_text_whole(path, json.dumps(done, indent=2) + "\n")
     return [done[_key(*cell)]["cell"] for cell in wanted]
+
+
+def _measured_alike(cell: dict[str, Any]) -> bool:
+    then, now = cell["measured"], describe_machine(None)
+    return then["versions"] == now["versions"] and all(
+        then["hardware"][name] == now["hardware"][name] for name in ("processor", "cores", "device")
+    )
 
 
 def _key(batch: int, sampling: str) -> str:
     return f"{sampling}-{batch}"
 
 
-def _pair(cfg: BenchTextConfig, family: str, draft: str, held_out: Task) -> TextPair:
-    """The draft with its policy, on the held-out prompts after those of the evaluation where there are enough."""
-    model = load_model(Path(cfg.policy), draft, step_matmul=cfg.step_matmul)
+def _timed(cfg: BenchTextConfig, held_out: Task) -> dict[str, int]:
+    """Which held-out prompts the cells take: those after the evaluation's where there are enough. Turns go round where
+    there are fewer `distinct` ones than `asked`."""
     asked = max(cfg.batches) * (cfg.choosing_turns + cfg.repetitions) * math.ceil(cfg.calls / max(cfg.batches))
     there = held_out.num_problems or 0
     first = cfg.evaluation_prompts if there >= cfg.evaluation_prompts + asked else 0
-    prompts = [held_out.problem(i) for i in range(first, min(there, first + asked))]
+    return {"first": first, "distinct": min(there - first, asked), "asked": asked}
+
+
+def _pair(cfg: BenchTextConfig, family: str, draft: str, held_out: Task) -> TextPair:
+    """The draft with its policy, on the held-out prompts after those of the evaluation where there are enough."""
+    model = load_model(Path(cfg.policy), draft, step_matmul=cfg.step_matmul)
+    timed = _timed(cfg, held_out)
+    prompts = [held_out.problem(i) for i in range(timed["first"], timed["first"] + timed["distinct"])]
     shape = EngineShape(
         prompt_capacity=held_out.max_prompt_tokens,
         max_new_tokens=cfg.timed_tokens,

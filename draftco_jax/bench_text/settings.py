@@ -55,7 +55,7 @@ class BenchTextConfig:
     """k that are tried beside plain decoding."""
     repetitions: int = 3
     """Timed turns; medians are quoted."""
-    choosing_turns: int = 1
+    choosing_turns: int = 3
     """Turns before them, in which k is chosen."""
     peer: bool = True
     """Measure transformers too, where it is installed."""

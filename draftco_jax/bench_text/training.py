@@ -7,6 +7,7 @@ Steps of a training are fixed before it starts, since its learning rate falls ov
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import time
@@ -182,4 +183,17 @@ def _rows(data: PackedBatch, index: np.ndarray) -> PackedBatch:
 
 def learnt_settings(cfg: BenchTextConfig) -> dict[str, Any]:
     """What texts and drafts depend on; how they are measured may change from one start to the next."""
-    return {name: value for name, value in to_json(cfg).items() if name not in _MEASURED}
+    settings = {name: value for name, value in to_json(cfg).items() if name not in _MEASURED}
+    files = {name: value for name in ("policy", "prompts", "held_out") if (value := getattr(cfg, name)) is not None}
+    return settings | {f"content of {name}": _content(Path(value)) for name, value in files.items()}
+
+
+def _content(path: Path) -> str:
+    """Digest of a file, or of the configs and weights in a folder: other weights may come to lie under an old name."""
+    kinds = ("*.json", "*.safetensors")
+    files = [path] if path.is_file() else sorted(file for kind in kinds for file in path.glob(kind))
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "blake2b").digest())
+    return digest.hexdigest()

@@ -80,8 +80,8 @@ class ToyPeer(peer.Peer):
     def __init__(self):
         pass
 
-    def generate(self, prompts, *, new_tokens, stop, pad, assisted=False):
-        assert (new_tokens, stop, pad) == (9, STOP, 0)
+    def generate(self, prompts, *, new_tokens, stops, pad, assisted=False):
+        assert (new_tokens, stops, pad) == (9, (STOP,), 0)
         return peer.Texts([WRITTEN if prompts[0] == PROMPT else []] * len(prompts))
 
 
@@ -199,7 +199,8 @@ def test_what_is_missing_is_named(monkeypatch):
     assert peer.missing() == "torch not installed: pip install 'draftco[interop]'"
     monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: name)
     assert peer.missing() is None
-    assert peer._until([4, 1, 0, 1], 1) == [4, 1] and peer._until([4, 5], 1) == [4, 5]
+    assert peer._until([4, 1, 0, 1], [7, 1]) == [4, 1] and peer._until([4, 7, 1], [7, 1]) == [4, 7]
+    assert peer._until([4, 5], [1]) == peer._until([4, 5], []) == [4, 5]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ import tokenizers
 
 from draftco_jax import bench_text as bench
 from draftco_jax import cli
+from draftco_jax.bench_decode.machine import describe_machine
 from draftco_jax.bench_text import table, training
 from draftco_jax.drafts.recognise import draft_family_in
 from draftco_jax.models.functional import abstract_params
@@ -20,14 +23,14 @@ from draftco_jax.models.llama import LlamaConfig
 from draftco_jax.text.tokenizer import Tokenizer
 
 KEYS = {
-    "settings", "step_matmul", "texts", "drafts", "cells", "worst_over_plain", "over_transformers",
+    "settings", "step_matmul", "texts", "drafts", "cells", "worst_over_plain", "over_transformers", "timed_prompts",
     "over_transformers_reason", "date", "hardware", "versions",
 }  # fmt: skip
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}<e>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 SMALL = (
     "minutes=1e-6 max_prompt_tokens=16 max_new_tokens=8 rollout_batch=4 draft_vocab_size=24 passes=1 batches=2 "
     "evaluation_prompts=2 timed_tokens=6 draft_lengths=2 repetitions=1 dflash_block=3 dflash_layers=1 peer=false "
-    "samplings=temperature_1"
+    "samplings=temperature_1 choosing_turns=1"
 ).split()
 
 
@@ -49,16 +52,28 @@ def policy(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "problems.jsonl"
-    rows = [{"question": f"what is {word}?", "answer": "#### 1"} for word in "abcdefgh"]
+class Files(NamedTuple):
+    train: Path
+    held_out: Path
+
+
+def write_problems(path: Path, words: str) -> Path:
+    rows = [{"question": f"what is {word}?", "answer": "#### 1"} for word in words]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Files:
+    folder = tmp_path_factory.mktemp("prompts")
+    return Files(
+        write_problems(folder / "train.jsonl", "abcdefgh"), write_problems(folder / "held_out.jsonl", "ijklmnop")
+    )
+
+
 def arguments(policy, prompts, folder, settings=SMALL):
-    given = ["--policy", str(policy), "--prompts", str(prompts), "--held-out", str(prompts), "--run-dir", str(folder)]
+    files = ["--prompts", str(prompts.train), "--held-out", str(prompts.held_out)]
+    given = ["--policy", str(policy), *files, "--run-dir", str(folder)]
     return ["bench", "text", *given, *(word for setting in settings for word in ("--set", setting))]
 
 
@@ -90,6 +105,29 @@ def test_a_small_run_goes_through_and_a_second_one_does_nothing_again(policy, pr
     assert (second["cells"], second["drafts"], second["texts"]) == (first["cells"], first["drafts"], first["texts"])
     assert cli.main([*asked, "--minutes", "1", "--set", "minutes=2"]) == 2
     assert "is of other settings (minutes=1e-06)" in capsys.readouterr().err
+    assert first["timed_prompts"] == {"first": 2, "distinct": 4, "asked": 4}
+
+
+def test_other_problems_under_the_same_name_are_other_settings(policy, tmp_path):
+    def content(words: str) -> str:
+        path = write_problems(tmp_path / "train.jsonl", words)
+        cfg = bench.BenchTextConfig(policy=str(policy), prompts=str(path))
+        return training.learnt_settings(cfg)["content of prompts"]
+
+    assert content("abc") == content("abc") != content("abd")
+
+
+def test_held_out_problems_that_drafts_learn_from_are_refused(policy, prompts, tmp_path, capsys):
+    same = Files(prompts.train, write_problems(tmp_path / "held_out.jsonl", "hijklmno"))
+    assert cli.main(arguments(policy, same, tmp_path / "run")) == 2
+    assert "shares 1 questions with prompts=" in capsys.readouterr().err
+
+
+def test_cells_of_another_machine_or_other_versions_are_not_kept():
+    here = describe_machine(None)
+    assert bench._measured_alike({"measured": here})
+    for part, name in (("versions", "jax"), ("hardware", "processor")):
+        assert not bench._measured_alike({"measured": here | {part: here[part] | {name: "another"}}})
 
 
 @pytest.mark.slow
