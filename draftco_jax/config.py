@@ -130,6 +130,10 @@ class DraftScheduleConfig:
                 "speculation=frozen for a draft that never trains"
             )
 
+    def updates(self, steps: int) -> int:
+        """How many of so many steps train it, at most."""
+        return min(steps, self.until_step or steps) // self.every_steps
+
     def due(self, step: int, accepted_length: float | None) -> bool:
         """Whether the draft trains in this step, the first of which is 1.
 
@@ -197,7 +201,7 @@ class RunConfig:
     draft_loss_weight: float = 1.0
     """lambda of L_RL + lambda * L_draft; the policy's trajectory does not depend on it."""
     draft_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
-    """Its steps are the updates that train the draft."""
+    """Its steps are the updates that train the draft, as many as `draft_schedule` may ask for."""
     draft_schedule: DraftScheduleConfig = DraftScheduleConfig()
     """In which steps the draft trains, with speculation=cotrained."""
     accepted_length_alarm: float = 1.1
@@ -229,6 +233,18 @@ def _check_positive(cfg: RunConfig) -> None:
             f"draft_schedule must be left out with speculation={cfg.speculation}, which trains no draft; or use "
             "speculation=cotrained"
         )
+    limit, most = cfg.draft_schedule.below_accepted_length, cfg.draft_length + 1
+    if limit is not None and limit > most:
+        raise ValueError(
+            f"draft_schedule.below_accepted_length={limit} must be <= {most}, the most that draft_length="
+            f"{cfg.draft_length} commits a round; use none to train always"
+        )
+    if cfg.steps >= 1 and not cfg.draft_schedule.updates(cfg.steps):
+        raise ValueError(
+            f"draft_schedule must train the draft in one of steps={cfg.steps}, but every_steps="
+            f"{cfg.draft_schedule.every_steps} and until_step={cfg.draft_schedule.until_step} leave none; use "
+            "speculation=frozen for a draft that never trains"
+        )
     if not 0 <= cfg.seed < 2**32:
         raise ValueError(f"seed={cfg.seed} must be in 0..{2**32 - 1}; choose another number")
     for name in ("steps", "draft_length", "chunk_tokens"):
@@ -249,6 +265,11 @@ def _check_positive(cfg: RunConfig) -> None:
 
 def _check_group_size(cfg: RunConfig) -> None:
     algorithm, group = cfg.algorithm, cfg.rollout.samples_per_prompt
+    if group < 3 and algorithm.leave_one_out and algorithm.sample_std:
+        raise ValueError(
+            f"rollout.samples_per_prompt={group} must be >= 3 with algorithm.leave_one_out=True and "
+            "algorithm.sample_std=True: one other sample has no spread; raise it"
+        )
     if group < 2 and algorithm.group_baseline:
         raise ValueError(
             f"rollout.samples_per_prompt={group} must be >= 2 with algorithm.std_normalise={algorithm.std_normalise}, "

@@ -143,7 +143,8 @@ def train_step(
     with clock.stage("score"):
         scored = score_rollouts(run, prompts, rollouts, weights.version)
         batch = pack_rollouts(run, scored)
-    due, updates = draft_due(run, step, rollouts), draft_updates(state)
+    due = draft_due(run, step, rollouts)
+    updates = draft_updates(state) if due else None
     with clock.stage("update"):
         update = run.rest if due is False else run.update
         state, update_metrics = jax.block_until_ready(update(state, batch, *_update_inputs(run)))
@@ -276,7 +277,6 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float, run: Run) -> dict[s
     response_tokens = np.asarray(rollouts.lengths) - np.asarray(rollouts.prompt_lengths)
     metrics = {
         "reward/mean": float(rewards.mean()),
-        "reward/zero_variance_groups_fraction": float(zero_variance_fraction(jnp.asarray(rewards))),
         "rollout/tokens": float(response_tokens.sum()),
         "rollout/response_tokens_mean": float(response_tokens.mean()),
         "rollout/truncated_fraction": float(1.0 - np.asarray(rollouts.finished).mean()),
@@ -286,6 +286,8 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float, run: Run) -> dict[s
     algorithm = run.cfg.algorithm
     if algorithm.reward_range is not None or algorithm.overlong_buffer > 0:
         metrics["reward/shaped_mean"] = float(_advantages(run, scored)[1].mean())
+    if run.cfg.algorithm.group_baseline:  # elsewhere a group whose rewards are equal teaches as any other
+        metrics["reward/zero_variance_groups_fraction"] = float(zero_variance_fraction(jnp.asarray(rewards)))
     stats = speculation_stats(rollouts)
     if stats.experts_touched is not None:
         metrics["rollout/experts_touched_per_forward"] = stats.experts_touched
@@ -306,7 +308,7 @@ def _rollout_metrics(scored: ScoredRollouts, seconds: float, run: Run) -> dict[s
 
 
 def _learning_rates(run: Run, step: int, updates: int | None) -> dict[str, float]:
-    """Rates the step's update used, `updates` of the draft having been made before: optax counts from 0."""
+    """Rates the step's update used, optax counting from 0: `updates` of the draft before it, None where it rests."""
     rates = {"policy/learning_rate": float(run.policy_schedule(step - 1))}
     if updates is not None:
         rates["draft/learning_rate"] = float(run.draft_schedule(updates))

@@ -135,7 +135,8 @@ class Run:
 
     def draft_schedule(self, updates: int) -> float:
         """Learning rate of the draft after so many updates."""
-        return float(jnp.asarray(learning_rate_schedule(self.cfg.draft_optimizer, self.cfg.steps)(updates)))
+        total = self.cfg.draft_schedule.updates(self.cfg.steps)
+        return float(jnp.asarray(learning_rate_schedule(self.cfg.draft_optimizer, total)(updates)))
 
     def untrained_draft(self) -> Params:
         """A draft with freshly drawn weights, to compare with."""
@@ -243,7 +244,9 @@ def set_up(cfg: RunConfig) -> tuple[Run, Models]:
     )
     optimizers = Optimizers(
         policy=make_optimizer(cfg.policy_optimizer, cfg.steps),
-        draft=make_optimizer(cfg.draft_optimizer, cfg.steps) if cfg.speculation == "cotrained" else None,
+        draft=make_optimizer(cfg.draft_optimizer, cfg.draft_schedule.updates(cfg.steps))
+        if cfg.speculation == "cotrained"
+        else None,
     )
     run = Run(
         cfg=cfg,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from draftco_jax.decoding.engine import Request
+from draftco_jax.decoding.slots import SlotShape
 from draftco_jax.decoding.stats import speculation_stats
 from draftco_jax.evaluation import build_request
 from draftco_jax.models.functional import Params
@@ -105,16 +106,19 @@ def step_speed(run: Run, state: TrainState, weights: Published, batch: PackedBat
         frozen_twin_overhead = (joint update with the twin - joint update) / policy-only update
 
     The run's update is counted without the frozen twin, which is there for the report only. Scoring and publishing are
-    the same on both sides and left out. Overheads are given where a draft is trained. Each timed update
-    takes the memory of the state before it, the first one that of `state`.
+    the same on both sides and left out. A run in slots is timed in slots, with `draft_length` in all rounds; the
+    update is one that trains the draft, whatever the schedule. Overheads are given where a draft is trained. Each timed
+    update takes the memory of the state before it, the first one that of `state`.
     """
     cfg = run.cfg
     prompts = tuple(run.task.problem(i) for i in range(cfg.rollout.prompts_per_step))
     request = build_request(prompts, cfg.rollout.samples_per_prompt, run.engine.shape, run.speed_key, run.history)
     updates = _Updates(run, state, batch)
     calls: dict[str, Callable[[], Any]] = {
-        "generate_plain": lambda: run.engine.generate(weights.policy, None, request, PLAIN),
-        "generate_speculative": lambda: run.engine.generate(weights.policy, weights.draft, request, run.draft_length),
+        "generate_plain": lambda: run.engine.generate(weights.policy, None, request, PLAIN, _slots(run, PLAIN)),
+        "generate_speculative": lambda: run.engine.generate(
+            weights.policy, weights.draft, request, run.draft_length, _slots(run, run.draft_length)
+        ),
         "update_plain": updates.plain,
     }
     if run.cotrained:
@@ -133,6 +137,11 @@ def step_speed(run: Run, state: TrainState, weights: Published, batch: PackedBat
         figures["draft_update_overhead"] = median_ratio(seconds["update_joint"], seconds["update_plain"]) - 1.0
         figures["frozen_twin_overhead"] = median_ratio(twin, seconds["update_plain"])
     return figures
+
+
+def _slots(run: Run, length: int) -> SlotShape | None:
+    """The run's slots with one draft length."""
+    return None if run.slots is None else replace(run.slots, draft_lengths=(length,), rule=None)
 
 
 class _Updates:

@@ -79,7 +79,7 @@ def penalised_advantages(
     ``logprobs`` are those that the tokens were sampled with. Each token pays for itself alone; normalisation over the
     batch comes after (`batch_normalised`), as in NeMo-RL.
 
-    Source: REINFORCE++ (arXiv 2501.03262).
+    Source: NeMo-RL. (In REINFORCE++, arXiv 2501.03262, a token pays for all that follow it as well.)
     """
     require_same_shape(advantages=advantages, logprobs=logprobs, reference_logprobs=reference_logprobs, mask=mask)
     label = lambda x: jnp.where(mask > 0, x, 0.0)  # noqa: E731

@@ -129,20 +129,22 @@ def _check_names_and_clips(cfg: GrpoConfig) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)} must be one of {', '.join(get_args(known))}")
     if not 0.0 < cfg.clip_low <= 1.0:
         raise ValueError(f"clip_low={cfg.clip_low} must be in (0, 1]; 0.2 is usual")
-    if cfg.clip_high <= 0.0:
+    if not cfg.clip_high > 0.0:
         raise ValueError(f"clip_high={cfg.clip_high} must be > 0; 0.2 is usual, 0.28 in DAPO")
 
 
 def _check_coefficients(cfg: GrpoConfig) -> None:
-    if cfg.kl_coefficient < 0.0:
+    if not cfg.kl_coefficient >= 0.0:
         raise ValueError(f"kl_coefficient={cfg.kl_coefficient} must be >= 0; 0 switches the penalty off")
-    if cfg.router_balance_coefficient < 0.0:
+    if cfg.kl_in == "reward" and cfg.kl_coefficient == 0.0:
+        raise ValueError("kl_coefficient=0.0 must be > 0 with kl_in=reward, which takes nothing off; change one")
+    if not cfg.router_balance_coefficient >= 0.0:
         raise ValueError(
             f"router_balance_coefficient={cfg.router_balance_coefficient} must be >= 0; 0 leaves the loss out, "
             "0.001 is usual"
         )
     for name in ("entropy_coefficient", "overlong_buffer", "overlong_penalty"):
-        if getattr(cfg, name) < 0:
+        if not getattr(cfg, name) >= 0:
             raise ValueError(f"{name}={getattr(cfg, name)} must be >= 0; leave it out for the default")
     if cfg.reward_range is not None and not cfg.reward_range[0] < cfg.reward_range[1]:
         raise ValueError(f"reward_range={cfg.reward_range} must be a low and a high end; use -1,1, or none")
@@ -154,11 +156,21 @@ def _check_advantages(cfg: GrpoConfig) -> None:
             f"group_baseline=False must come with std_normalise=False and leave_one_out=False, but "
             f"std_normalise={cfg.std_normalise}, leave_one_out={cfg.leave_one_out}; change one of them"
         )
+    if cfg.leave_one_out and cfg.std_normalise and cfg.overlong_buffer > 0:
+        raise ValueError(
+            f"overlong_buffer={cfg.overlong_buffer} must be 0 with leave_one_out=True and std_normalise=True: rewards "
+            "that differ by a few tokens of length alone are divided by next to nothing; change one of them"
+        )
     if cfg.sample_std and not cfg.std_normalise:
         raise ValueError("sample_std=True must be False with std_normalise=False, which divides by nothing; change one")
 
 
 def _check_losses(cfg: GrpoConfig) -> None:
+    if cfg.dual_clip is not None and cfg.correction != "none":
+        raise ValueError(
+            f"dual_clip={cfg.dual_clip} must be none with correction={cfg.correction}, under which ratios are 1 and "
+            "nothing is clipped; change one of them"
+        )
     if cfg.dual_clip is not None and (cfg.policy_loss != "clip" or cfg.dual_clip <= 1.0):
         raise ValueError(
             f"dual_clip={cfg.dual_clip} must be > 1 with policy_loss=clip and none otherwise, but "

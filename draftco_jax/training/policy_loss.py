@@ -114,38 +114,43 @@ def policy_loss(
     algorithm: GrpoConfig,
     packed: PackedRows,
 ) -> tuple[Float32[Array, ""], PolicySums, PolicyMaxima]:
-    """``-mean(w c objective) + kl_coefficient mean(kl) - entropy_coefficient mean(entropy)`` of these rows.
+    """``-mean(c objective) + kl_coefficient mean(kept kl) - entropy_coefficient mean(kept entropy)`` of these rows.
 
     Means of the loss are by `labels.weights` over `denominator`, statistics by tokens over `token_count`; both are the
-    global ones. c is the weight of the correction.
+    global ones. c is the weight of the correction; tokens of weight 0 are not `kept`: nothing is learnt from them.
     """
     mask, trained = labels.mask, jax.lax.stop_gradient(logprobs)
     mean = partial(masked_mean, mask=mask, count=token_count)
     loss_mean = partial(masked_mean, mask=labels.weights, count=denominator)
     terms = _terms(logprobs, trained, labels, algorithm, packed)
-    objective, extra = terms.objective, _extra(terms, algorithm, mean)
-    for name, found in _corrections(trained, labels, algorithm, packed).items():
+    objective, extra, kept = terms.objective, _extra(terms, algorithm, mean), lambda x: x
+    corrections = _corrections(trained, labels, algorithm, packed)
+    for name, found in corrections.items():
         objective = found.weights * objective
         extra |= {f"correction/{name}_fraction": mean(found.outside.astype(jnp.float32))}
         if name != "filtered":
             extra["correction/weight_mean"] = mean(found.weights)
+    if corrections:
+        any_weight = [found.weights > 0 for found in corrections.values()]
+        kept = lambda x: jnp.where(jnp.all(jnp.stack(any_weight), axis=0), x, 0.0)  # noqa: E731
     surrogate = -loss_mean(objective)
-    penalty = jnp.zeros_like(surrogate)
+    penalty = distance = jnp.zeros_like(surrogate)
     if labels.reference_logprobs is not None:
         # Cleared before exp, as ratios are: the reference may differ by any number of nats on a prompt.
         label = lambda x: jnp.where(mask > 0, x, 0.0)  # noqa: E731
         own = logprobs if algorithm.kl_in == "loss" else labels.generator_logprobs
-        penalty = loss_mean(kl_tokens(label(own), label(labels.reference_logprobs), algorithm.kl_estimator))
+        kl = kl_tokens(label(own), label(labels.reference_logprobs), algorithm.kl_estimator)
+        penalty, distance = loss_mean(kept(kl)), mean(kl)
     loss = surrogate + algorithm.kl_coefficient * penalty if algorithm.kl_in == "loss" else surrogate
     if algorithm.entropy_coefficient > 0:
-        loss = loss - algorithm.entropy_coefficient * loss_mean(entropies)
+        loss = loss - algorithm.entropy_coefficient * loss_mean(kept(entropies))
     sums = PolicySums(
         surrogate=surrogate,
         entropy=mean(entropies),
         clip_low_fraction=mean(terms.too_low.astype(jnp.float32)),
         clip_high_fraction=mean(terms.too_high.astype(jnp.float32)),
         kl_k3=mean(kl_k3(labels.generator_logprobs, trained)),
-        kl_reference=penalty,
+        kl_reference=distance,
         extra=extra,
     )
     maxima = PolicyMaxima(

@@ -40,6 +40,26 @@ def test_schedules_in_which_it_never_trains_are_refused(schedule):
         DraftScheduleConfig(**schedule)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("every_steps=7", "draft_schedule must train the draft in one of steps=6"),
+        ("until_step=2 every_steps=4", "until_step=2 leave none"),
+        ("below_accepted_length=3.5", "must be <= 3, the most that draft_length=2 commits"),
+    ],
+)
+def test_schedules_that_come_to_nothing_in_this_run_are_refused(small, schedule, said):
+    with pytest.raises(Exception, match=said):
+        small(*(f"draft_schedule.{setting}" for setting in schedule.split()))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "updates"), [({}, 7), ({"every_steps": 3}, 2), ({"until_step": 5, "every_steps": 2}, 2)]
+)
+def test_the_learning_rate_falls_over_the_updates_that_train_it(schedule, updates):
+    assert DraftScheduleConfig(**schedule).updates(7) == updates
+
+
 def test_a_schedule_of_nothing_is_refused(small):
     with pytest.raises(Exception, match="draft_schedule must be left out with speculation=frozen"):
         small("speculation=frozen", "draft_schedule.every_steps=2")
@@ -76,6 +96,7 @@ def test_the_lines_of_the_metrics_say_which_steps_trained_it(rested):
     _, *lines = read_metrics(rested[0])
     assert [line["draft/trained"] for line in lines] == [0.0, 1.0, 0.0]
     assert ["draft/loss" in line for line in lines] == [False, True, False]
+    assert ["draft/learning_rate" in line for line in lines] == [False, True, False]
     assert all(line["policy/gradient_norm"] > 0 for line in lines)
     assert [line["policy_version"] for line in lines] == [0.0, 1.0, 2.0]
 

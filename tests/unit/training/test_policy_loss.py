@@ -26,12 +26,12 @@ MASKED = GrpoConfig(
     kl_coefficient=0.5,
     kl_estimator="k2",
     entropy_coefficient=0.25,
-    dual_clip=3.0,
 )
 CISPO = GrpoConfig(
     policy_loss="cispo", batch_normalise=True, correction="icepop", correction_low=0.5, correction_high=1.5,
     kl_coefficient=0.1, kl_estimator="k1", kl_in="reward",
 )  # fmt: skip
+FILTERED = GrpoConfig(dual_clip=1.5, sequence_error_limit=2.2, kl_coefficient=0.2, entropy_coefficient=0.1)
 TIS = GrpoConfig(correction="tis", correction_high=1.2, aggregation="sequence")
 
 
@@ -82,9 +82,12 @@ def by_hand(cfg, batch, logprobs, entropies, reference):
         ratio = np.full_like(d, np.exp(d.mean())) if cfg.policy_loss == "gspo" else ratio
         clip = np.clip(ratio, 1 - cfg.clip_low, 1 + cfg.clip_high)
         objective = clip * a * x if cfg.policy_loss == "cispo" else np.minimum(ratio * a, clip * a)
-        per_token = -weight * objective - cfg.entropy_coefficient * entropies[row, at]
+        if cfg.dual_clip is not None:
+            objective = np.where(a < 0, np.maximum(objective, cfg.dual_clip * a), objective)
+        kept = weight > 0  # what a correction leaves out teaches nothing
+        per_token = -weight * objective - cfg.entropy_coefficient * kept * entropies[row, at]
         if cfg.kl_in == "loss":
-            per_token += cfg.kl_coefficient * kl(x, reference[row, at], cfg.kl_estimator)
+            per_token += cfg.kl_coefficient * kept * kl(x, reference[row, at], cfg.kl_estimator)
         loss += per_token.sum() / (at.size if cfg.aggregation == "sequence" else 1)
     return loss / scale[cfg.aggregation], left_out / tokens
 
@@ -99,7 +102,9 @@ def laws(batch):
     return tuple(jnp.asarray(np.where(mask > 0, x, np.float32(np.nan))) for x in (near(), entropies, near()))
 
 
-@pytest.mark.parametrize("cfg", [GSPO, MASKED, CISPO, TIS], ids=["gspo", "sequence_mask", "cispo", "tis"])
+@pytest.mark.parametrize(
+    "cfg", [GSPO, MASKED, CISPO, TIS, FILTERED], ids=["gspo", "sequence_mask", "cispo", "tis", "filter"]
+)
 def test_each_named_loss_equals_loops_over_documents(batch, laws, cfg):
     logprobs, entropies, reference = laws
     given = reference if cfg.kl_coefficient > 0 else None
@@ -171,11 +176,19 @@ REFUSED = [
     ({"policy_loss": "gspo"}, "aggregation=token must be sequence with policy_loss=gspo"),
     ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip=3.0 must be > 1 with policy_loss=clip"),
     ({"dual_clip": 1.0}, "dual_clip=1.0 must be > 1"),
+    ({"dual_clip": 3.0, "correction": "tis", "correction_high": 2.0}, "dual_clip=3.0 must be none with correction=tis"),
+    ({"kl_in": "reward"}, "kl_coefficient=0.0 must be > 0 with kl_in=reward"),
+    ({"clip_high": float("nan")}, "clip_high=nan must be > 0"),
+    ({"kl_coefficient": float("nan")}, "kl_coefficient=nan must be >= 0"),
+    ({"leave_one_out": True, "overlong_buffer": 8}, "overlong_buffer=8 must be 0 with leave_one_out=True"),
     ({"aggregation": "fixed_length"}, "fixed_length=None must be a number with aggregation=fixed_length"),
     ({"fixed_length": 8}, "fixed_length=8 must be a number with aggregation=fixed_length and none otherwise"),
     ({"aggregation": "fixed_length", "fixed_length": 0}, "fixed_length=0 must be >= 1"),
     ({"kl_estimator": "k1"}, "kl_estimator=k1 must be k2 or k3 with kl_in=loss"),
-    ({"policy_loss": "gspo", "aggregation": "sequence", "kl_in": "reward"}, "kl_in=reward must be loss with"),
+    (
+        {"policy_loss": "gspo", "aggregation": "sequence", "kl_in": "reward", "kl_coefficient": 0.1},
+        "kl_in=reward must be loss with",
+    ),
     ({"group_baseline": False}, "group_baseline=False must come with std_normalise=False"),
     ({"sample_std": True, "std_normalise": False}, "sample_std=True must be False with std_normalise=False"),
     ({"correction": "tis"}, "correction_low=None and correction_high=None must be 0 <= low < high with correction=tis"),
