@@ -21,6 +21,7 @@ from draftco_jax.rewards.scores import Score, fault
 
 _START_SECONDS = 120.0
 _STARTS = 3
+_PIPE_BYTES = 65536
 TIMEOUT, DIED, GIVEN_UP = "timeout", "died", "given up"
 
 
@@ -62,13 +63,18 @@ class _Worker:
         self._unread = b""
 
     def ask(self, response: str, answer: str) -> dict[str, Any]:
-        """The reply; `_Ended` where none came in time, after which the process is gone."""
-        process = self._process or self._start()
-        assert process.stdin is not None
+        """The reply; `_Ended` where none came in time, after which the process is gone.
+
+        A process that has ended before it could read the answer says nothing of it: another one is asked.
+        """
+        line = json.dumps([response, answer]).encode() + b"\n"
         try:
-            process.stdin.write(json.dumps([response, answer]).encode() + b"\n")
-            process.stdin.flush()
-            return self._read(process, self._config.timeout_seconds)
+            try:
+                process, deadline = self._write(line)
+            except OSError:
+                self.stop()
+                process, deadline = self._write(line)
+            return self._read(process, deadline)
         except OSError as error:
             self.stop()
             raise _Ended(DIED) from error
@@ -89,6 +95,19 @@ class _Worker:
                     except OSError:  # bytes that a dead process will never read
                         pass
 
+    def _write(self, line: bytes) -> tuple[subprocess.Popen[bytes], float]:
+        """Hands a line to a process that runs; (that process, the time by which it must have replied)."""
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()
+        process = self._process or self._start()
+        assert process.stdin is not None
+        descriptor, deadline = process.stdin.fileno(), time.monotonic() + self._config.timeout_seconds
+        os.set_blocking(descriptor, False)  # a process that does not read would hold a long line up for ever
+        while line:
+            _wait(descriptor, select.POLLOUT, deadline)
+            line = line[os.write(descriptor, line[:_PIPE_BYTES]) :]
+        return process, deadline
+
     def _start(self) -> subprocess.Popen[bytes]:
         config, said = self._config, "it ended before it was ready"
         command = [sys.executable, "-m", "draftco_jax.rewards.worker", self._function]
@@ -104,7 +123,7 @@ class _Worker:
                 env=environment,
             )
             try:
-                reply = self._read(self._process, _START_SECONDS)
+                reply = self._read(self._process, time.monotonic() + _START_SECONDS)
             except _Ended:
                 self.stop()
                 continue
@@ -115,19 +134,29 @@ class _Worker:
             break
         raise UserError(f"reward={self._function} must load in a process of its own, but {said}; correct the function")
 
-    def _read(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+    def _read(self, process: subprocess.Popen[bytes], deadline: float) -> dict[str, Any]:
         assert process.stdout is not None
-        descriptor, deadline = process.stdout.fileno(), time.monotonic() + seconds
+        descriptor = process.stdout.fileno()
         while b"\n" not in self._unread:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise _Ended(TIMEOUT)
-            more = os.read(descriptor, 65536)
+            _wait(descriptor, select.POLLIN, deadline)
+            more = os.read(descriptor, _PIPE_BYTES)
             if not more:
                 raise _Ended(DIED)
             self._unread += more
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> None:
+    """Until a pipe can be read or written, or its other end is closed; `_Ended` at the deadline.
+
+    By poll, since select knows the descriptors under 1024 only.
+    """
+    poller = select.poll()
+    poller.register(descriptor, event)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poller.poll(1000.0 * left):
+        raise _Ended(TIMEOUT)
 
 
 class PoolScorer:

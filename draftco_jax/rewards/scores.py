@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+
+_LARGEST = (2.0 - 2.0**-23) * 2.0**127
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is finite, and no larger than float32's largest."""
+    return abs(value) <= _LARGEST  # False for nan
 
 
 @dataclass(frozen=True)
@@ -13,7 +19,7 @@ class Score:
     """The judgement of one response."""
 
     total: float
-    """The reward that GRPO uses; finite."""
+    """The reward that GRPO uses; finite in float32, which it is kept in."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts, such as "correct" and "format", for the metrics. What `total` makes of them is the scorer's rule."""
     answer: str | None = None
@@ -24,8 +30,8 @@ class Score:
     that a broken scorer is not mistaken for a policy that is wrong."""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.total):
-            raise ValueError(f"total={self.total} must be finite; return 0 for what cannot be judged")
+        if not is_finite(self.total):
+            raise ValueError(f"total={self.total} must be finite in float32; return 0 for what cannot be judged")
 
 
 @runtime_checkable

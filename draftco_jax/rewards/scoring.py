@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -45,15 +44,16 @@ class RolloutScores:
     """P x G of them, prompt by prompt."""
 
     def metrics(self) -> dict[str, float]:
-        """Mean of each component over the responses that have it, and the fraction of responses with a fault.
+        """Mean of each component over all responses, and the fraction of responses with a fault.
 
-        Empty where the task gives rewards alone.
+        A response without a component (a fault, one that was cut) counts 0 in its mean, so that all means are over the
+        same responses and can be compared. Empty where the task gives rewards alone.
         """
-        named = Counter(name for score in self.scores for name in score.components)
-        sums = {name: sum(score.components.get(name, 0.0) for score in self.scores) for name in sorted(named)}
-        metrics = {f"reward/component_{name}": total / named[name] for name, total in sums.items()}
+        names = sorted({name for score in self.scores for name in score.components})
+        sums = {name: sum(score.components.get(name, 0.0) for score in self.scores) for name in names}
+        metrics = {f"reward/component_{name}": total / len(self.scores) for name, total in sums.items()}
         faults = sum(score.fault is not None for score in self.scores)
-        return metrics | {"reward/faults_fraction": faults / len(self.scores)} if named or faults else {}
+        return metrics | {"reward/faults_fraction": faults / len(self.scores)} if names or faults else {}
 
 
 def score_all(

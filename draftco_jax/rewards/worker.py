@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
+
+from draftco_jax.rewards.scores import is_finite
 
 _MAX_ANSWER_CHARACTERS = 1000
 
@@ -50,8 +51,8 @@ def as_reply(value: Any) -> dict[str, Any]:
         total = float(value)
         components = {"correct": total}
     for name, number in {"total": total, **components}.items():
-        if not math.isfinite(number):
-            raise ValueError(f"{name}={number} is not finite")
+        if not is_finite(number):
+            raise ValueError(f"{name}={number} is not finite in float32")
     text = None if answer is None else str(answer)[:_MAX_ANSWER_CHARACTERS]
     return {"total": total, "components": components, "answer": text, "fault": None}
 

@@ -135,15 +135,15 @@ class Parts(ArithmeticTask):
         ]
 
 
-def test_parts_are_averaged_over_those_that_have_them_and_faults_are_counted():
+def test_parts_are_averaged_over_all_responses_and_faults_are_counted():
     task = Parts(ArithmeticConfig(digits=3), seed=0)
     responses = [[*_ids(">932"), 1], [*_ids(">9"), 1], [*_ids(">"), 1], [*_ids(">93"), 39, 1]]
     found = score_all(task, (PROMPT,), _rollouts(responses, [True] * 4, 0, PROMPT.token_ids), TOKENIZER, 4)
     np.testing.assert_array_equal(found.rewards, [[1, 0, 0, 0]])
-    # An id without a text is wrong, and its other parts are unknown; of a fault nothing is known.
+    # An id without a text is wrong and has no other part, a fault has none: both count 0.
     assert found.metrics() == {
-        "reward/component_correct": (0.5 + 0.5 + 0.0) / 3,
-        "reward/component_long": 3.0,
+        "reward/component_correct": (0.5 + 0.5 + 0.0 + 0.0) / 4,
+        "reward/component_long": (4 + 2 + 0 + 0) / 4,
         "reward/faults_fraction": 0.25,
     }
     plain = score_all(TASK, (PROMPT,), _rollouts(responses, [True] * 4, 0, PROMPT.token_ids), TOKENIZER, 4)

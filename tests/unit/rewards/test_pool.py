@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
+import resource
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from draftco_jax.errors import UserError
@@ -37,6 +42,12 @@ def parts(response, answer):
 
 def weighed(response, answer):
     return {"total": 0.5, "correct": 1}
+
+def measure(response, answer):
+    return float(len(response))
+
+def huge(response, answer):
+    return 1e39 if response == "1e39" else 1.0
 
 def slow(response, answer):
     time.sleep(0.05)
@@ -72,6 +83,66 @@ def test_what_hangs_dies_or_raises_costs_its_own_answer_only(functions):
     # What is printed is no reply, and the pool goes on.
     assert [score.fault for score in pool.score(["print", "7"], ["7", "7"])][1] is None
     pool.close()
+
+
+def test_a_process_that_died_between_two_batches_costs_no_answer(functions):
+    pool = PoolScorer(f"{functions}:judge", PoolConfig(workers=1))
+    for _ in range(2):
+        assert pool.score(["7"], ["7"])[0].total == 1.0
+        process = pool._workers[0]._process
+        assert process is not None
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    process = pool._workers[0]._process
+    assert process is not None
+    # As if it died after it was looked at: the write fails, and the answer is asked once more.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "poll", lambda: None)
+        assert pool.score(["7"], ["7"])[0].total == 1.0
+    pool.close()
+
+
+def test_a_process_that_does_not_read_is_given_up_in_time_and_long_texts_arrive_whole(functions):
+    pool = PoolScorer(f"{functions}:measure", PoolConfig(workers=1, timeout_seconds=2.0))
+    assert pool.score(["x" * 3_000_000, "x"], ["", ""])[0].total == 3_000_000
+    process = pool._workers[0]._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    scores: list[Score] = []
+    asking = threading.Thread(target=lambda: scores.extend(pool.score(["x" * 3_000_000], [""])), daemon=True)
+    asking.start()
+    asking.join(20.0)
+    process.kill()  # does nothing where it is gone
+    assert [score.fault for score in scores] == ["timeout"]
+    pool.close()
+
+
+def test_descriptors_past_the_first_1024_are_waited_for(functions):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"at most {hard} open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1200 if soft < 1200 else soft, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]
+    try:
+        pool = PoolScorer(f"{functions}:judge", PoolConfig(workers=1))
+        assert pool.score(["7"], ["7"])[0].total == 1.0
+        pool.close()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_total_past_float32_is_a_fault_and_no_infinite_reward(functions):
+    pool = PoolScorer(f"{functions}:huge", PoolConfig(workers=1))
+    found = pool.score(["1e39", "1"], ["", ""])
+    assert found[0].fault == "ValueError: total=1e+39 is not finite in float32" and found[1].total == 1.0
+    pool.close()
+    largest = float(np.finfo(np.float32).max)
+    assert Score(-largest).total == -largest
+    for total in (1e39, -math.inf, math.nan, largest * (1 + 1e-15)):
+        with pytest.raises(ValueError, match="must be finite in float32"):
+            Score(total)
 
 
 def test_processes_are_replaced_so_many_times_and_no_more(functions):
