@@ -3,6 +3,9 @@
 A request is given, newest first, the texts that answered its own prompt, then one text of each other prompt, as many as
 fit its room: the answers of one group are much alike, and more of them would leave no room for others. The oldest texts
 are forgotten first.
+
+A text answers a prompt if it has its id and begins with its tokens: the problems of every split are numbered from 0,
+and a held-out one is not given the answers to the training problem of its number as its own.
 """
 
 from __future__ import annotations
@@ -44,8 +47,9 @@ class RolloutHistory:
         newest = self._newest_of_each()
         own = np.full((len(prompts), self._room), NO_TOKEN, np.int32)
         for row, prompt in zip(own, prompts, strict=True):
-            texts = [*reversed(self._of_prompt.get(prompt.prompt_id, ()))]
-            others = (text for prompt_id, text in newest if prompt_id != prompt.prompt_id)
+            numbered = reversed(self._of_prompt.get(prompt.prompt_id, ()))
+            texts = [text for text in numbered if _begins(text, prompt)]
+            others = (text for prompt_id, text in newest if prompt_id != prompt.prompt_id or not _begins(text, prompt))
             _fill(row, texts, others)
         return np.repeat(own, samples_per_prompt, axis=0)
 
@@ -83,6 +87,10 @@ class RolloutHistory:
             self._of_prompt[prompt_id].popleft()  # texts of a prompt are forgotten in the order they came
             if not self._of_prompt[prompt_id]:
                 del self._of_prompt[prompt_id]
+
+
+def _begins(text: tuple[int, ...], prompt: Prompt) -> bool:
+    return text[: len(prompt.token_ids)] == prompt.token_ids
 
 
 def _fill(row: Int[np.ndarray, " H"], own: Iterable[Sequence[int]], others: Iterable[Sequence[int]]) -> None:

@@ -36,6 +36,14 @@ def test_own_texts_come_first_then_the_newest_one_of_each_other_prompt():
     assert found[2].tolist() == [3, 2, -1, 2, 2, -1, 1, 2, -1, -1, -1, -1]
 
 
+def test_problems_of_two_splits_with_one_number_do_not_get_each_others_texts():
+    train, held_out = (Prompt(prompt_id=4, text="", answer="", token_ids=ids) for ids in ((1, 2), (1, 3)))
+    history = RolloutHistory(request_tokens=8, total_tokens=100)
+    history.add((train,), rollouts([1, 2, 5], [1, 2, 6]))
+    assert history.rows((train,), 1).tolist() == [[1, 2, 6, -1, 1, 2, 5, -1]]
+    assert history.rows((held_out,), 1).tolist() == [[1, 2, 6, -1, -1, -1, -1, -1]], "one text of another prompt"
+
+
 def test_no_text_is_cut_and_room_that_is_left_is_empty():
     history = RolloutHistory(request_tokens=6, total_tokens=100)
     history.add(prompts(1, 2), rollouts([1, 1, 1], [2, 2, 2, 2]))
