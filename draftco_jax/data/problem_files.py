@@ -21,13 +21,15 @@ from typing import Any, Literal, get_args
 
 from draftco_jax.data.parquet import parquet_rows
 from draftco_jax.errors import UserError
-from draftco_jax.rewards.gsm8k import ANSWER_MARK, final_number
+from draftco_jax.rewards.gsm8k import ANSWER_MARK, gold_number
 
 Layout = Literal["jsonl", "gsm8k", "parquet", "dapo"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 _SHOWN = 3
 _NOT_JSON = object()
+_MAX_DIGITS = 600
+"""Python refuses to read or write integers of more digits than a limit, which nobody can set below 640."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +152,25 @@ def _rows(path: Path, rules: FileRules) -> Iterator[tuple[int, Any]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line, value); blank lines are no rows. Only a line feed ends a line: a text may hold the other separators."""
+    """(line, value); blank lines are no rows, a byte order mark is no part of the first.
+
+    Only a line feed ends a line: a text may hold the other separators.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a text ({error}); give a file of JSON lines") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                yield number, json.loads(line, parse_int=_whole)
             except (ValueError, RecursionError):
                 yield number, _NOT_JSON
+
+
+def _whole(digits: str) -> int | str:
+    """A whole number; of too many digits, the digits."""
+    return int(digits) if len(digits) <= _MAX_DIGITS else digits
 
 
 def _parts(value: Any, rules: FileRules) -> tuple[str, str]:
@@ -170,9 +180,10 @@ def _parts(value: Any, rules: FileRules) -> tuple[str, str]:
         raise _Malformed("is no object")
     match rules.layout:
         case "dapo":
-            return _dapo_question(value.get("prompt")), _answer((value.get("reward_model") or {}).get("ground_truth"))
+            return _dapo_question(value.get("prompt")), _dapo_answer(value.get("reward_model"))
         case "gsm8k":
-            number = final_number(_text(value.get("answer"), "answer"))
+            answer = _text(value.get("answer"), "answer")
+            number = gold_number(answer) if ANSWER_MARK in answer else None
             if number is None:
                 raise _Malformed(f"has an answer that does not end in {ANSWER_MARK} and a number")
             return _text(value.get("question"), "question"), f"{number:f}"
@@ -189,12 +200,26 @@ def _dapo_question(messages: Any) -> str:
     return _text(messages[0].get("content"), "content of prompt")
 
 
+def _dapo_answer(reward_model: Any) -> str:
+    if not isinstance(reward_model, dict | None):
+        raise _Malformed(f"has a reward_model that is a {type(reward_model).__name__}, not columns of its own")
+    return _answer((reward_model or {}).get("ground_truth"))
+
+
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise _Malformed(f"has no text {name}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _Malformed(f"has half a surrogate pair in {name}, which is no text") from error
     return value
 
 
 def _answer(value: Any, name: str = "ground_truth of reward_model") -> str:
     """A text, or a whole number (AIME's answers in some files); the digits of a float are not those of its text."""
-    return str(value) if type(value) is int else _text(value, name).strip()
+    if type(value) is int:
+        return str(value)
+    if not isinstance(value, str | None):
+        raise _Malformed(f"has the {type(value).__name__} {str(value)[:40]} as {name}, not a text or a whole number")
+    return _text(value, name).strip()

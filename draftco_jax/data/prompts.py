@@ -7,7 +7,8 @@ stopped before it, and the whole position is one number.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import grain
@@ -33,6 +34,25 @@ class ProblemSource(Protocol):
         ...
 
 
+@runtime_checkable
+class FixedSource(Protocol):
+    """A source that can tell whether its problems are still those of an earlier run."""
+
+    @property
+    def problems_digest(self) -> str:
+        """`digest_of` the questions and answers of all problems, in order."""
+        ...
+
+
+def digest_of(problems: Iterable[tuple[str, str]]) -> str:
+    """128-bit digest of questions and answers, in hexadecimal; differs where any text or the order does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for text in itertools.chain.from_iterable(problems):
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
 class PromptBatches(Iterator[tuple[Prompt, ...]]):
     """Endless batches of P prompts, or one process's share of them.
 
@@ -51,7 +71,13 @@ class PromptBatches(Iterator[tuple[Prompt, ...]]):
                 f"batch_size={batch_size} must be a multiple of shards={shards}, and shard={shard} be in "
                 f"0..{shards - 1}; choose another batch size or number of processes"
             )
-        self._identity = {"batch_size": batch_size, "seed": seed, "num_problems": source.num_problems}
+        self._identity: dict[str, Any] = {
+            "batch_size": batch_size,
+            "seed": seed,
+            "num_problems": source.num_problems,
+        }
+        if isinstance(source, FixedSource):
+            self._identity["problems_digest"] = source.problems_digest
         order = _index_order(source.num_problems, seed)
         share = slice(shard * batch_size // shards, (shard + 1) * batch_size // shards)
         batches = order.batch(batch_size, batch_fn=tuple).map(
@@ -71,8 +97,13 @@ class PromptBatches(Iterator[tuple[Prompt, ...]]):
         return {**self._identity, "iterator": self._iterator.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues with the batch that followed when the state was taken."""
+        """Continues with the batch that followed when the state was taken.
+
+        A state without a digest of the problems, as earlier versions saved it, is believed as it is.
+        """
         for name, value in self._identity.items():
+            if name == "problems_digest" and name not in state:
+                continue
             if state[name] != value:
                 raise UserError(
                     f"{name}={value} must be {state[name]} as in the saved run, "

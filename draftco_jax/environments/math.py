@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draftco_jax.data.problem_files import FileRules, Problem, read_problems
+from draftco_jax.data.prompts import digest_of
 from draftco_jax.environments.base import Split, split_of
 from draftco_jax.errors import UserError
-from draftco_jax.rewards.catalog import build_scorer, require_scorer
+from draftco_jax.rewards.catalog import build_scorer, require_gold, require_scorer
 from draftco_jax.rewards.pool import PoolConfig
 from draftco_jax.rewards.scores import Score, Scorer
 from draftco_jax.rewards.thinking import after_thinking, is_open
@@ -75,6 +76,8 @@ class MathTask:
         self.config, self.split = config, split
         self._chat, self.tokenizer, self._stops = _policy_text(config)
         file, problems, report = _problems(config, split)
+        for problem in problems:
+            require_gold(config.reward, problem.answer, f"{file} row {problem.row}")
         asked = [(problem, *self._asked(file, problem)) for problem in problems]
         kept = [one for one in asked if len(one[2]) <= config.max_prompt_tokens]
         if not kept:
@@ -95,6 +98,11 @@ class MathTask:
     def num_problems(self) -> int | None:
         """Problems in this split."""
         return len(self._prompts)
+
+    @functools.cached_property
+    def problems_digest(self) -> str:
+        """Of the problems of the split, so that no run is resumed with others."""
+        return digest_of((prompt.text, prompt.answer) for prompt in self._prompts)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -177,7 +185,7 @@ def _problems(config: MathConfig, split: Split) -> tuple[str, tuple[Problem, ...
     """(file, its problems of the split, what to say of them)."""
     if config.held_out is None:
         problems, report = read_problems(config.train, config.files)
-        found = tuple(problem for problem in problems if split_of(problem.question) == split)
+        found = tuple(problem for problem in problems if split_of(_key(problem)) == split)
         if not found:
             raise UserError(f"{config.train} holds no problem of the split {split}; give a larger file, or held_out")
         return config.train, found, (report.line(),)
@@ -195,4 +203,5 @@ def _problems(config: MathConfig, split: Split) -> tuple[str, tuple[Problem, ...
 
 
 def _key(problem: Problem) -> str:
+    """What makes two questions one: the text, white space aside. Of such a pair both are in one split."""
     return " ".join(problem.question.split())

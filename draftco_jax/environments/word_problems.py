@@ -5,6 +5,7 @@ The answer's last line is ``#### 72``. A response is right if it ended by itself
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from draftco_jax.data.prompts import digest_of
 from draftco_jax.environments.base import Split, split_of
 from draftco_jax.errors import UserError
 from draftco_jax.text.chat import Chat
@@ -72,6 +74,11 @@ class WordProblemsTask:
     def num_problems(self) -> int | None:
         """Problems in this split."""
         return len(self._prompts)
+
+    @functools.cached_property
+    def problems_digest(self) -> str:
+        """Of the problems of the split, so that no run is resumed with others."""
+        return digest_of((prompt.text, prompt.answer) for prompt in self._prompts)
 
     @property
     def max_prompt_tokens(self) -> int:

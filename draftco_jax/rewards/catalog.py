@@ -6,7 +6,7 @@ import re
 
 from draftco_jax.errors import UserError
 from draftco_jax.rewards.dapo import DapoScorer
-from draftco_jax.rewards.gsm8k import Gsm8kScorer
+from draftco_jax.rewards.gsm8k import Gsm8kScorer, gold_number
 from draftco_jax.rewards.math_verify import math_verify_scorer, require_library
 from draftco_jax.rewards.pool import PoolConfig, PoolScorer
 from draftco_jax.rewards.scores import Scorer
@@ -31,6 +31,15 @@ def require_scorer(name: str) -> None:
     except Exception as error:  # whatever a user's module raises
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"reward={name} must be a function that can be imported ({what}); correct the path") from error
+
+
+def require_gold(name: str, answer: str, place: str) -> None:
+    """Raises `UserError` for a gold answer, of the row at `place`, that no response to it could match."""
+    if name == "gsm8k" and gold_number(answer) is None:
+        raise UserError(
+            f"{place}: answer={answer[:60]!r} must be a number as a whole for reward=gsm8k; correct it, or choose "
+            "another reward"
+        )
 
 
 def build_scorer(name: str, pool: PoolConfig) -> Scorer:

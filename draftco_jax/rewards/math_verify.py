@@ -8,11 +8,14 @@ the last number). Around the package (0.9.0) stand these rules, each against a w
 
 - the gold answer comes first and both are read as LaTeX: the package's equality is not symmetric, and text without
   math marks may be read as its last number;
-- ``**`` is taken out, ``\mathrm{e}`` is e, ``\sqrt(2)`` is ``\sqrt{2}``; a reading that was cut inside braces is none;
+- ``**`` and ``\$`` are taken out, ``\mathrm{e}`` is e, ``\sqrt(2)`` is ``\sqrt{2}``; a reading that was cut inside
+  braces is none;
+- in a box and in a gold answer digits in groups of three are one number: ``5 000``, ``1\,000``, ``1{,}000``;
 - two numbers that it calls equal must be so: exactly if both are rational, else within 1e-5 of the larger. It rounds to
   six decimals, under which all tiny numbers are one. A percent sign exempts (it takes 50 for 50 %).
 
-Not handled: several answers in one text without a box ("12 or 13"), of which it takes the first.
+Not handled: several answers in one text without a box ("12 or 13"), of which it takes the first; a word in
+a box as a unit (``\boxed{18 dollars}``, ``\boxed{\text{18 dollars}}``), which it takes for a product or a name.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _DEFAULT = PoolConfig()
 
 _UPRIGHT = re.compile(r"\\(?:mathrm|operatorname|rm)\{([A-Za-z])\}")
 _ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+_DOLLAR = re.compile(r"(?<!\\)\\\$")
+_GROUPED = re.compile(r"(?<![\w.,^])\d{1,3}(?:(?:[ ~]|,?\\[,!;: ]|\{,\})\d{3})+(?!\d)", re.ASCII)
 _FRACTION = re.compile(r"\\[dt]?frac\s*\(")
 
 
@@ -45,8 +50,8 @@ def math_verify_score(response: str, answer: str) -> dict[str, Any]:
     """total and correct: 1.0 or 0.0; format: whether the answer was boxed; answer: what was read, None for nothing."""
     boxed = last_boxed(response[-TAIL_CHARACTERS:])
     gold_text = last_boxed(answer) if r"\boxed{" in answer else answer
-    gold = _read(f"${_clean(gold_text or '').replace('$', '')}$")
-    found = _read(f"${_clean(boxed).replace('$', '')}$" if boxed is not None else _clean(response[-TAIL_CHARACTERS:]))
+    gold = _read(_formula(gold_text or ""))
+    found = _read(_formula(boxed) if boxed is not None else _clean(response[-TAIL_CHARACTERS:]))
     correct = bool(gold and found) and _equal(gold, found)
     said = str(found[0]) if found else None
     return {"total": float(correct), "correct": float(correct), "format": float(boxed is not None), "answer": said}
@@ -72,8 +77,14 @@ def require_library() -> None:
 
 
 def _clean(text: str) -> str:
-    text = _UPRIGHT.sub(r"\1", text.replace("**", ""))
+    text = _UPRIGHT.sub(r"\1", _DOLLAR.sub("", text.replace("**", "")))
     return _ROOT.sub(r"\\sqrt{\1}", text)
+
+
+def _formula(text: str) -> str:
+    """A text that is nothing but the answer, between math marks."""
+    joined = _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), _clean(text).replace("$", ""))
+    return f"${joined}$"
 
 
 def _read(text: str) -> list[Any]:

@@ -62,8 +62,9 @@ def test_gsm8k_keeps_the_number_after_the_mark(tmp_path):
     ]
     problems, _ = read_problems(lines(tmp_path, rows), FileRules(layout="gsm8k"))
     assert pairs(problems) == [("How many?", "1234", 1), ("Which?", "-0.50", 2)]
-    with pytest.raises(UserError, match="line 1 has an answer that does not end in #### and a number; correct it"):
-        read_problems(lines(tmp_path, [{"question": "?", "answer": "1234"}]), FileRules(layout="gsm8k"))
+    for answer in ("1234", "#### 3/4", "#### 10:30", "#### 3 apples"):
+        with pytest.raises(UserError, match="line 1 has an answer that does not end in #### and a number; correct it"):
+            read_problems(lines(tmp_path, [{"question": "?", "answer": answer}]), FileRules(layout="gsm8k"))
 
 
 @needs_pyarrow
@@ -99,6 +100,31 @@ def test_malformed_rows_are_refused_with_their_line_or_counted(tmp_path):
     assert report.line() == f"{path}: 7 rows, 2 used, 5 malformed {said}"
 
 
+def test_rows_say_truly_what_is_wrong_with_them(tmp_path):
+    rows = [
+        (r'{"question": "a\ud800?", "answer": "1"}', "line 1 has half a surrogate pair in question"),
+        (r'{"question": "a?", "answer": "\udc00"}', "line 1 has half a surrogate pair in answer"),
+        ('{"question": "a?", "answer": 0.5}', "line 1 has the float 0.5 as answer, not a text or a whole number"),
+        ('{"question": "a?", "answer": ["1"]}', r"line 1 has the list \['1'\] as answer, not a text"),
+        ('{"question": "a?", "answer": true}', "line 1 has the bool True as answer, not a text"),
+    ]
+    for row, said in rows:
+        with pytest.raises(UserError, match=said):
+            read_problems(lines(tmp_path, [row]), FileRules())
+
+
+def test_whole_numbers_of_any_length_are_answers(tmp_path):
+    digits = "9" * 5000  # more than Python turns into an integer
+    path = lines(tmp_path, [f'{{"question": "a?", "answer": {digits}}}', '{"question": "b?", "answer": -7}'])
+    assert [problem.answer for problem in read_problems(path, FileRules())[0]] == [digits, "-7"]
+
+
+def test_a_byte_order_mark_is_no_text_and_a_carriage_return_ends_no_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "a?",\r"answer": "1"}\r\n\r\n{"question": "b?", "answer": "2"}\r\n')
+    assert pairs(read_problems(path, FileRules())[0]) == [("a?", "1", 1), ("b?", "2", 3)]
+
+
 def test_repeats_and_contradictions_are_told_apart(tmp_path):
     rows = [("a?", "1"), ("b?", "2"), (" a? ", "1"), ("a?", "3"), ("b?", "2")]
     path = lines(tmp_path, [{"question": question, "answer": answer} for question, answer in rows])
@@ -122,6 +148,8 @@ def test_repeats_and_contradictions_are_told_apart(tmp_path):
         (dapo_row("1 + 1?", "2") | {"prompt": []}, "row 0 has a prompt that is not one message"),
         (dapo_row("1 + 1?", "2") | {"prompt": "1 + 1?"}, "row 0 has a prompt that is not one message"),
         (dapo_row("1 + 1?", "2") | {"reward_model": None}, "row 0 has no text ground_truth of reward_model"),
+        (dapo_row("1 + 1?", "2") | {"reward_model": "{}"}, "row 0 has a reward_model that is a str, not columns"),
+        (dapo_row("1 + 1?", "2") | {"reward_model": ["2"]}, "row 0 has a reward_model that is a list, not columns"),
         ({"question": "1 + 1?", "answer": "2"}, "has the columns question, answer, not prompt, reward_model"),
     ],
 )

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from draftco_jax.data.prompts import PromptBatches
+from draftco_jax.data.prompts import PromptBatches, digest_of
 from draftco_jax.environments.arithmetic import ArithmeticConfig, ArithmeticTask
 from draftco_jax.errors import UserError
 from draftco_jax.types import Prompt
@@ -141,6 +141,24 @@ def test_a_state_of_another_pipeline_is_refused(changed: dict, message: str):
     state = PromptBatches(**settings).get_state()
     with pytest.raises(UserError, match=message):
         PromptBatches(**(settings | changed)).set_state(state)
+
+
+class Digested(Numbers):
+    """Numbers with answers."""
+
+    def __init__(self, answers: str) -> None:
+        super().__init__(len(answers))
+        self.problems_digest = digest_of((str(i), answer) for i, answer in enumerate(answers))
+
+
+def test_an_edited_file_of_as_many_problems_is_not_resumed_but_old_states_are():
+    state = PromptBatches(Digested("1234"), batch_size=2, seed=0).get_state()
+    PromptBatches(Digested("1234"), batch_size=2, seed=0).set_state(_through_json(state))
+    with pytest.raises(UserError, match="problems_digest=.* must be .* as in the saved run"):
+        PromptBatches(Digested("1243"), batch_size=2, seed=0).set_state(state)
+    old = PromptBatches(Numbers(4), batch_size=2, seed=0).get_state()
+    PromptBatches(Digested("1243"), batch_size=2, seed=0).set_state(old)
+    assert digest_of([("a", "bc")]) != digest_of([("ab", "c")]) != digest_of([("ab", "c"), ("", "")])
 
 
 def test_bad_batch_size_is_refused():

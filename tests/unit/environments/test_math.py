@@ -168,3 +168,30 @@ def test_what_cannot_be_asked_is_refused_in_a_line(changes: dict, said: str, mod
 def test_a_training_file_that_is_the_held_out_file_is_refused(model_dir, files):
     with pytest.raises(UserError, match="holds no question that .* does not"):
         task_of(model_dir, files["train"], held_out=files["train"])
+
+
+def test_questions_that_differ_in_white_space_are_in_one_split(model_dir, tmp_path):
+    rows = [(f"{i} + 1?", str(i + 1)) for i in range(24)]
+    path = write(tmp_path, [*rows, *((question.replace(" ", "  "), answer) for question, answer in rows)])
+    texts = {}
+    for split in ("train", "held_out"):
+        task = task_of(model_dir, path, split, files=FileRules(duplicates="keep"))
+        texts[split] = [" ".join(task.problem(i).text.split()) for i in range(task.num_problems or 0)]
+    assert texts["train"] and texts["held_out"] and not set(texts["train"]) & set(texts["held_out"])
+    assert all(found.count(text) == 2 for found in texts.values() for text in found)
+
+
+def test_a_gold_answer_that_the_reward_cannot_match_is_refused_when_the_task_is_built(model_dir, tmp_path):
+    files = {"train": write(tmp_path, [("2 + 3?", "5")]), "held_out": write(tmp_path, [("?", "3/4")], "test.jsonl")}
+    task_of(model_dir, **files, split="held_out", reward="dapo")
+    with pytest.raises(UserError, match="test.jsonl row 1: answer='3/4' must be a number as a whole for reward=gsm8k"):
+        task_of(model_dir, **files, split="held_out", reward="gsm8k")
+
+
+def test_a_task_tells_its_problems_from_others_of_that_number(model_dir, tmp_path):
+    held_out = write(tmp_path, [("1 + 1?", "2")], "test.jsonl")
+    files = [
+        write(tmp_path, [("2 + 3?", answer)], f"{name}.jsonl") for name, answer in (("a", "5"), ("b", "6"), ("c", "5"))
+    ]
+    digests = [task_of(model_dir, file, held_out=held_out).problems_digest for file in files]
+    assert digests[0] == digests[2] != digests[1]

@@ -54,6 +54,12 @@ needs_library = pytest.mark.skipif(
         pytest.param(r"m\in[\sqrt2,\infty)", r"m\ge\sqrt2", 0, id="b84-the-other-way"),
         pytest.param("13", r"\text{13}", 1, id="b85-text"),
         pytest.param("73", "**73**", 1, id="b85-bold"),
+        pytest.param("18", r"\$18", 1, id="dollar"),
+        pytest.param("18", r"\$19", 0, id="dollar-wrong"),
+        pytest.param("1000", r"1\,000", 1, id="thin-space"),
+        pytest.param("12345000", "12 345 000", 1, id="spaces"),
+        pytest.param("5", "5 000", 0, id="spaces-wrong"),
+        pytest.param("3^2*500", "3^2 500", 1, id="a-power-is-no-group"),
     ],
 )
 def test_bug_cases_b81_to_b85_boxed_answers(gold: str, boxed: str, right: int):
