@@ -24,7 +24,7 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 """Kinds of tokens (`llama_token_type`)."""
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 """Names under which each digit stands alone and GPT-2's pattern cuts the rest."""
-_GPT2 = ("gpt-2", "default")
+_GPT2 = ("gpt-2",)
 _IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 
 
@@ -90,7 +90,7 @@ def _backend(file: GgufFile, tokens: Sequence[str], bos: str | None) -> tokenize
 
 def _cuts(file: GgufFile) -> pre_tokenizers.PreTokenizer:
     """How a text is cut into the pieces that merges stay within."""
-    name = file.settings.get("tokenizer.ggml.pre", "default")
+    name = file.settings.get("tokenizer.ggml.pre")  # missing or "default" names no cut: never guessed
     prefix = bool(file.settings.get("tokenizer.ggml.add_space_prefix", False))
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=True)
     if name in _SINGLE_DIGITS:
@@ -98,8 +98,8 @@ def _cuts(file: GgufFile) -> pre_tokenizers.PreTokenizer:
     if name in _GPT2:
         return bytes_
     raise UserError(
-        f"{file.path}: tokenizer.ggml.pre={name!r} must be one of {', '.join((*_SINGLE_DIGITS, *_GPT2))}; give the "
-        "model's Hugging Face folder instead"
+        f"{file.path}: tokenizer.ggml.pre={name!r} must be one of {', '.join((*_SINGLE_DIGITS, *_GPT2))}; "
+        "convert the model's original Hugging Face folder instead"
     )
 
 

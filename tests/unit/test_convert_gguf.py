@@ -297,6 +297,7 @@ def test_a_file_cut_anywhere_is_refused_in_a_line(written, tmp_path):
         ({"llama.block_count": (U32, 3)}, "missing tensors .'model.layers.2"),
         ({"tokenizer.ggml.model": (TEXT, "llama")}, "tokenizer.ggml.model='llama' must be 'gpt2'"),
         ({"tokenizer.ggml.pre": (TEXT, "qwen2")}, "tokenizer.ggml.pre='qwen2' must be one of smollm"),
+        ({"tokenizer.ggml.pre": (TEXT, "default")}, "pre='default' must be one of smollm.*gpt-2; convert the"),
         ({"tokenizer.ggml.merges": (TEXT, ["1 2", "12"])}, "merges holds '12', which is no pair"),
         ({"tokenizer.ggml.merges": (TEXT, ["1 2", "1 zz"])}, "merges do not fit the tokens"),
         ({"tokenizer.ggml.eos_token_id": (U32, 10**6)}, "eos_token_id=1000000 must be in 0.."),
@@ -306,6 +307,12 @@ def test_a_file_cut_anywhere_is_refused_in_a_line(written, tmp_path):
 def test_settings_that_are_not_read_are_refused_in_a_line(changed, said, written, tmp_path):
     (tmp_path / "in.gguf").write_bytes(gguf_bytes(SETTINGS | changed, written[2]))
     refused(tmp_path / "in.gguf", tmp_path, said)
+
+
+def test_a_file_that_names_no_cut_of_texts_is_refused_and_not_cut_as_gpt2(written, tmp_path):
+    settings = {name: value for name, value in SETTINGS.items() if name != "tokenizer.ggml.pre"}
+    (tmp_path / "in.gguf").write_bytes(gguf_bytes(settings, written[2]))
+    refused(tmp_path / "in.gguf", tmp_path, "tokenizer.ggml.pre=None must be one of smollm")
 
 
 def test_versions_kinds_and_tensors_that_are_not_read_are_refused_in_a_line(written, tmp_path):
