@@ -23,7 +23,10 @@ from draftco_jax.errors import UserError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-_DAMAGED = (ValueError, TypeError, IndexError, KeyError, OverflowError, MemoryError, UnicodeDecodeError)
+_DAMAGED = (
+    ValueError, TypeError, IndexError, KeyError, OverflowError, MemoryError, UnicodeDecodeError, RecursionError,
+    FloatingPointError,
+)  # fmt: skip
 """What the package raises for bytes that make no sense."""
 
 
@@ -80,7 +83,8 @@ def read_gguf(path: Path) -> GgufFile:
     _check_start(path)
     library = _import_library()
     try:
-        reader = library.GGUFReader(path)
+        with np.errstate(over="raise"):  # an offset that wraps around
+            reader = library.GGUFReader(path)
         settings = {name: field.contents() for name, field in reader.fields.items()}
     except _DAMAGED as error:
         if "GGMLQuantizationType" in str(error):
@@ -90,7 +94,21 @@ def read_gguf(path: Path) -> GgufFile:
                 "another kind, such as Q8_0, or take a newer package"
             ) from error
         raise UserError(f"{path} is a GGUF file cut short or damaged ({error}); get it again") from error
+    _check_places(path, reader)
     return GgufFile(path, settings, {tensor.name: tensor for tensor in reader.tensors}, library)
+
+
+def _check_places(path: Path, reader: Any) -> None:
+    """Tensors lie behind the table, within the file and apart from one another."""
+    size, end, before = path.stat().st_size, int(reader.data_offset), "the table"
+    for tensor in sorted(reader.tensors, key=lambda tensor: int(tensor.data_offset)):
+        start, stop = int(tensor.data_offset), int(tensor.data_offset) + int(tensor.n_bytes)
+        if start < end or stop > size:
+            raise UserError(
+                f"{path} is a GGUF file cut short or damaged ({tensor.name} at bytes {start} to {stop} of {size} must "
+                f"lie behind {before}, which ends at {end}); get it again"
+            )
+        end, before = stop, tensor.name
 
 
 def _check_start(path: Path) -> None:

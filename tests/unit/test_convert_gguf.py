@@ -286,6 +286,20 @@ def test_a_file_cut_anywhere_is_refused_in_a_line(written, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "offset", [2**64 - 64, 2**64 - 32, 0, 32, 2**40], ids=["header", "end", "first", "within", "far"]
+)
+def test_tensors_that_lie_in_the_table_in_one_another_or_nowhere_are_damage(offset, tmp_path):
+    values = np.arange(64, dtype=np.float32)
+    raw = bytearray(gguf_bytes({}, {"one": ("F32", (64,), values.tobytes()), "two": ("F32", (64,), values.tobytes())}))
+    place = raw.index(text("two")) + len(text("two")) + 4 + 8 + 4  # behind the count of dims, the dim and the kind
+    assert struct.unpack("<Q", raw[place : place + 8]) == (256,)
+    raw[place : place + 8] = struct.pack("<Q", offset)
+    (tmp_path / "moved.gguf").write_bytes(raw)
+    with pytest.raises(UserError, match="cut short or damaged"):
+        read_gguf(tmp_path / "moved.gguf")
+
+
+@pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"general.architecture": (TEXT, "mamba")}, "general.architecture='mamba' must be 'llama'"),
